@@ -55,6 +55,8 @@ class BreakableCluster(BreakableProcesses, LocalCluster):
         Raises: KeyError, none was planned; ClusterStartError, it did not come up, or any process of
         the cluster had died or died meanwhile."""
         plan = {instance.name: instance for instance in self.instances}[name]
-        followers = tuple(replace(one, argv=(*one.argv, *flags)) for one in plan.followers)
+        followers = tuple(
+            replace(follower, argv=(*follower.argv, *flags)) for follower in plan.followers
+        )
         self._started_s = time.monotonic()
         await self._start(replace(plan, argv=(*plan.argv, *flags), followers=followers))

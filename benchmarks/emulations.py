@@ -74,7 +74,9 @@ class LlmD(RandomRank):
 
     def choose(self, request: Request, instances: Instances, now_s: float) -> Place:
         workers = workers_of(instances)
-        places = [rank_of(one, number) for one in workers for number in range(ranks_of(one))]
+        places = [
+            rank_of(worker, number) for worker in workers for number in range(ranks_of(worker))
+        ]
         hits = [hit for worker in workers for hit in _hits(request, worker)]
         queues = [instance.ranks[rank].backlog_requests for instance, rank in places]
         shortest, longest = min(queues), max(queues)

@@ -94,10 +94,10 @@ def engine_clocks(heard: Sequence[Heard]) -> dict[str, float]:
     The quickest message has the least delay in it; on one host the clocks are the same one.
     """
     offsets: dict[str, float] = {}
-    for one in heard:
-        report = one.report
+    for message in heard:
+        report = message.report
         if report.kind == "forward" and report.end_s:
-            offset_s = one.at_s - report.age_s - report.end_s
+            offset_s = message.at_s - report.age_s - report.end_s
             known_s = offsets.get(report.boot_id, offset_s)
             offsets[report.boot_id] = min(known_s, offset_s)
     return offsets

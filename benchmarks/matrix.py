@@ -52,7 +52,7 @@ def _at(
     duration_s: float = 80.0,
     **spec: Any,
 ) -> list[Cell]:
-    return [Cell(f"{label}load {one:g}", scenario, one, duration_s, spec) for one in loads]
+    return [Cell(f"{label}load {load:g}", scenario, load, duration_s, spec) for load in loads]
 
 
 _FEW, _SOME, _MANY = (0.6, 1.0), (0.2, 0.6, 1.0), (0.2, 0.6, 1.0, 1.2)
@@ -93,13 +93,13 @@ _CONDITIONS: dict[str, list[list[Cell]]] = {
         _at(f"{label}, ", (0.4, 0.6, 0.8, 1.0), **{"gang_gate_s": 0.0, **spec})
         for label, spec in _NETWORKS.items()
     ],
-    "jitter": [_at(f"jitter {one:g}, ", _SOME, pass_jitter=one) for one in (0.15, 0.3)],
+    "jitter": [_at(f"jitter {jitter:g}, ", _SOME, pass_jitter=jitter) for jitter in (0.15, 0.3)],
     "instances": [
         _at(f"{count} instances, ", _MANY, duration_s=seconds, prefill_instances=count)
         for count, seconds in _SECONDS_BY_INSTANCES.items()
     ],
-    "uneven": [_at(f"{one}, ", _FEW, instances=has) for one, has in _UNEVEN.items()],
-    "signals": [_at(f"{one}, ", _FEW, **spec) for one, spec in _SIGNALS.items()],
+    "uneven": [_at(f"{label}, ", _FEW, instances=has) for label, has in _UNEVEN.items()],
+    "signals": [_at(f"{label}, ", _FEW, **spec) for label, spec in _SIGNALS.items()],
     "pauses": [
         _at("pause 100 ms, ", (0.34, 0.68), launch_gap_s=0.1),
         _at("pauses of 30 ms per rank, ", (0.36, 0.54, 0.72), rank_pause_s=0.03),
@@ -183,8 +183,8 @@ def _main(argv: Sequence[str] | None) -> int:
         parser.error("--regimes none needs a --trace")
     policies = dict.fromkeys([policy, *rivals])
     tasks: list[Task] = [
-        (_run_cell, (cell.name, job_of(cell, one, seed, cost, overlap=args.overlap)))
-        for cost, cell, seed, one in product(costs, cells, common.seeds(args), policies)
+        (_run_cell, (cell.name, job_of(cell, each_policy, seed, cost, overlap=args.overlap)))
+        for cost, cell, seed, each_policy in product(costs, cells, common.seeds(args), policies)
     ]
     console = common.open_console()
     rows = run_with_progress(tasks, console, args.workers)
@@ -242,9 +242,9 @@ def verdict(rows: Sequence[Row], cell: str, policy: str, rivals: Sequence[str]) 
     """Of the rows of one cost. A rival that left requests unfinished is no rival."""
     runs = groups((row for row in rows if row["cell"] == cell), "policy")
 
-    def of(one: str, key: str) -> float:
-        mine = runs[one,]
-        if one != policy and any(r["unfinished"] for r in mine):
+    def of(each_policy: str, key: str) -> float:
+        mine = runs[each_policy,]
+        if each_policy != policy and any(r["unfinished"] for r in mine):
             return math.inf
         return mean_of(mine, key)
 
@@ -261,23 +261,23 @@ def matrix_table(results: Sequence[Verdict], policy: str, cost: str) -> ResultTa
         f"TTFT of {policy} against the best rival of each cell; cost {cost}",
         ["cell", "mean / p99 s", "best mean", "ratio", "best p99", "ratio", ""],
     )
-    for one in results:
-        (mean, mean_s), (p99, p99_s) = one.best_mean, one.best_p99
+    for cell in results:
+        (mean, mean_s), (p99, p99_s) = cell.best_mean, cell.best_p99
         best = ["none finished", ""] * 2
-        if one.has_rival:
-            best = [f"{mean} {mean_s:.3f}", f"{one.mean_ratio:.3f}"]
-            best += [f"{p99} {p99_s:.2f}", f"{one.p99_ratio:.3f}"]
-        own = f"{one.mean_s:.3f} / {one.p99_s:.2f}"
-        table.rows.append([one.cell, own, *best, "LOST" if one.lost else ""])
+        if cell.has_rival:
+            best = [f"{mean} {mean_s:.3f}", f"{cell.mean_ratio:.3f}"]
+            best += [f"{p99} {p99_s:.2f}", f"{cell.p99_ratio:.3f}"]
+        own = f"{cell.mean_s:.3f} / {cell.p99_s:.2f}"
+        table.rows.append([cell.cell, own, *best, "LOST" if cell.lost else ""])
     return table
 
 
 def summary_of(results: Sequence[Verdict]) -> str:
     """Cells lost, and the geometric means of the ratios of those in which a rival finished."""
-    lost = f"{sum(one.lost for one in results)} of {len(results)} cells lost"
-    compared = [one for one in results if one.has_rival]
+    lost = f"{sum(cell.lost for cell in results)} of {len(results)} cells lost"
+    compared = [cell for cell in results if cell.has_rival]
     if not compared:
         return f"{lost}; no rival finished in any"
-    mean = statistics.geometric_mean(one.mean_ratio for one in compared)
-    p99 = statistics.geometric_mean(one.p99_ratio for one in compared)
+    mean = statistics.geometric_mean(cell.mean_ratio for cell in compared)
+    p99 = statistics.geometric_mean(cell.p99_ratio for cell in compared)
     return f"{lost}; geometric mean of the ratios: mean TTFT {mean:.3f}, p99 {p99:.3f}"

@@ -146,7 +146,7 @@ async def open_streams(
     gate = asyncio.Semaphore(CONNECT_AT_ONCE)
     request = chat_request(tokens, stream=True)
 
-    async def one() -> Exchange | None:
+    async def ask() -> Exchange | None:
         async with gate:
             try:
                 exchange = await connect(port, tally)
@@ -157,7 +157,7 @@ async def open_streams(
             await exchange.opened
             return exchange
 
-    opened = await asyncio.gather(*(one() for _ in range(count)))
+    opened = await asyncio.gather(*(ask() for _ in range(count)))
     return [exchange for exchange in opened if exchange is not None], tally
 
 

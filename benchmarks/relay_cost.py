@@ -256,17 +256,17 @@ def ratios_of(samples: Samples, ours: str, streams: Sequence[int]) -> dict[str, 
 
 def versions_of(checkout: Path) -> list[Contender]:
     """``before`` and ``ours`` under two policies; ours with an access log of every request."""
-    ours = {one.name: one for one in select(["ours", "ours-sbs"], 1)}
+    ours = {contender.name: contender for contender in select(["ours", "ours-sbs"], 1)}
     found = []
-    for name, one in ours.items():
+    for name, contender in ours.items():
         at = checkout.resolve()  # python -m looks in its working directory first
         # Its default, and an older version may know it by another name.
-        at_frontends = one.flags.index("--frontends")
-        flags = one.flags[:at_frontends] + one.flags[at_frontends + 2 :]
-        before = ("env", f"--chdir={at}", f"PYTHONPATH={at}", *one.wrapper)
+        at_frontends = contender.flags.index("--frontends")
+        flags = contender.flags[:at_frontends] + contender.flags[at_frontends + 2 :]
+        before = ("env", f"--chdir={at}", f"PYTHONPATH={at}", *contender.wrapper)
         found += [
-            replace(one, name=name.replace("ours", "before"), wrapper=before, flags=flags),
-            replace(one, flags=(*flags, "--access-log", "all")),
+            replace(contender, name=name.replace("ours", "before"), wrapper=before, flags=flags),
+            replace(contender, flags=(*flags, "--access-log", "all")),
         ]
     return found
 
@@ -277,7 +277,7 @@ def ratio_of_versions(samples: Samples, ours: str) -> tuple[float, float, float]
         samples.get(name, 0, "cpu_us_per_request")
         for name in (ours, ours.replace("ours", "before"))
     )
-    each = [one / other for one, other in zip(mine, old, strict=True)]
+    each = [new / other for new, other in zip(mine, old, strict=True)]
     if len(each) < 2:
         return each[0], each[0], each[0]
     low, middle, high = statistics.quantiles(each, n=4, method="inclusive")
@@ -294,8 +294,8 @@ def _against(options: argparse.Namespace, console: Console) -> int:
     found = {name: ratio_of_versions(bench.samples, name) for name in ("ours", "ours-sbs")}
     for name, (low, middle, high) in found.items():
         now, before = (
-            bench.samples.median(one, 0, "cpu_us_per_request")
-            for one in (name, name.replace("ours", "before"))
+            bench.samples.median(version, 0, "cpu_us_per_request")
+            for version in (name, name.replace("ours", "before"))
         )
         policy = "sbs" if name == "ours-sbs" else "round_robin"
         console.print(

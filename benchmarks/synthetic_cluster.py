@@ -137,9 +137,9 @@ class SyntheticCluster:
         scheduler.listener = self._dispatched
 
     def _simulated(self, name: str, dp_size: int, seed: int, boot_id: str = "") -> _Prefill:
-        one = InstanceSpec(dp_size=dp_size, chunk_tokens=self.chunk_tokens)
+        engine_spec = InstanceSpec(dp_size=dp_size, chunk_tokens=self.chunk_tokens)
         spec, rng = ClusterSpec(cost=self.cost), random.Random(seed)
-        return _Prefill(SimulatedPrefill(name, one, spec, rng=rng, boot_id=boot_id))
+        return _Prefill(SimulatedPrefill(name, engine_spec, spec, rng=rng, boot_id=boot_id))
 
     def slow_down(self, name: str, factor: float) -> None:
         """Passes of a prefill engine take ``factor`` times as long from now on."""
@@ -217,45 +217,45 @@ class SyntheticCluster:
         coming = _Coming(ready_s, command.rid, command.prefill_rank, tokens)
         self._prefill[command.prefill].coming.append(coming)
 
-    def _compute(self, one: _Prefill, now_s: float) -> None:
+    def _compute(self, instance: _Prefill, now_s: float) -> None:
         """Passes begin and end when they should, however late this is called."""
-        engine = one.engine
+        engine = instance.engine
         while True:
-            at_s = one.reported_s
+            at_s = instance.reported_s
             if engine.device:
                 at_s = engine.device[0].end_s
                 if now_s < at_s:
                     return
                 ended, messages = engine.finish()
-                self._say(one, messages, now_s, at_s)
+                self._say(instance, messages, now_s, at_s)
                 for request in ended.completed:
                     self._prefilled(request.rid, at_s)
             if not any(rank.waiting for rank in engine.ranks):
-                at_s = max(at_s, one.coming[0].ready_s) if one.coming else math.inf
+                at_s = max(at_s, instance.coming[0].ready_s) if instance.coming else math.inf
             if at_s > now_s:
                 break
-            while one.coming and one.coming[0].ready_s <= at_s:
-                ready_s, rid, rank, tokens = one.coming.popleft()
+            while instance.coming and instance.coming[0].ready_s <= at_s:
+                ready_s, rid, rank, tokens = instance.coming.popleft()
                 engine.deliver(rid, rank, tokens)
-                one.taken_s[rid] = ready_s
+                instance.taken_s[rid] = ready_s
             launched, messages = engine.step(at_s)
             if launched is not None:
-                launched.end_s += (one.pace - 1.0) * (launched.end_s - launched.start_s)
+                launched.end_s += (instance.pace - 1.0) * (launched.end_s - launched.start_s)
             engine.waits_for(launched)
-            self._say(one, _with_started(one, launched, messages), now_s, at_s)
-        if now_s - one.reported_s > _IDLE_REPORT_S:
-            self._say(one, engine.messages("idle"), now_s, now_s)
+            self._say(instance, _with_started(instance, launched, messages), now_s, at_s)
+        if now_s - instance.reported_s > _IDLE_REPORT_S:
+            self._say(instance, engine.messages("idle"), now_s, now_s)
 
     def _say(
-        self, one: _Prefill, messages: Sequence[EndForward], now_s: float, at_s: float
+        self, engine: _Prefill, messages: Sequence[EndForward], now_s: float, at_s: float
     ) -> None:
         """What happened at ``at_s``."""
-        one.reported_s = at_s
-        if one.engine.name in self.silent:
+        engine.reported_s = at_s
+        if engine.engine.name in self.silent:
             return
         for message in messages:
             report = msgspec.structs.replace(message, age_s=now_s - at_s)
-            self._submit(ForwardEnded(instance=one.engine.name, report=report))
+            self._submit(ForwardEnded(instance=engine.engine.name, report=report))
 
     def _prefilled(self, rid: str, now_s: float) -> None:
         self._submit(PrefillDone(rid=rid))
@@ -267,30 +267,30 @@ class SyntheticCluster:
         decode.running[rank][rid] = ends_s, client
         decode.fresh[rank].append(rid)
 
-    def _generate(self, one: _Decode, now_s: float) -> None:
-        if now_s - one.reported_s < _REPORT_S:
+    def _generate(self, engine: _Decode, now_s: float) -> None:
+        if now_s - engine.reported_s < _REPORT_S:
             return
-        for running in one.running:
+        for running in engine.running:
             for rid in [rid for rid, (ends_s, _) in running.items() if ends_s <= now_s]:
-                if one.name in self.stuck:
+                if engine.name in self.stuck:
                     continue
                 ended = RequestEnded(
                     *(rid, "completed"), completion_tokens=200, client=running.pop(rid)[1]
                 )
                 self._submit(ended)
-        one.reported_s = now_s
-        if one.name in self.silent:
+        engine.reported_s = now_s
+        if engine.name in self.silent:
             return
-        one.seq += 1
-        for rank, running in enumerate(one.running):
-            fresh, one.fresh[rank] = one.fresh[rank], []
+        engine.seq += 1
+        for rank, running in enumerate(engine.running):
+            fresh, engine.fresh[rank] = engine.fresh[rank], []
             report = EndForward(
-                instance_id=one.name,
-                boot_id=one.name,
+                instance_id=engine.name,
+                boot_id=engine.name,
                 role="decode",
                 dp_rank=rank,
-                dp_size=len(one.running),
-                seq=one.seq,
+                dp_size=len(engine.running),
+                seq=engine.seq,
                 kind="heartbeat",
                 running_requests=len(running),
                 kv_tokens=1_700 * len(running),
@@ -298,20 +298,20 @@ class SyntheticCluster:
                 chunk_tokens=self.chunk_tokens,
                 rids=fresh,
             )
-            self._submit(ForwardEnded(instance=one.name, report=report))
+            self._submit(ForwardEnded(instance=engine.name, report=report))
 
 
 def _with_started(
-    one: _Prefill, launched: DevicePass | None, messages: Sequence[EndForward]
+    instance: _Prefill, launched: DevicePass | None, messages: Sequence[EndForward]
 ) -> list[EndForward]:
     """Each rank also reports the requests that its pass is the first one of."""
     if launched is None:
         return list(messages)
-    begun = [request for rank in one.engine.ranks for request in list(rank.waiting)[:1]]
+    begun = [request for rank in instance.engine.ranks for request in list(rank.waiting)[:1]]
     begun = [request for request in begun if request.left_tokens < request.prompt_tokens]
     started: dict[int, list[Started]] = {}
     for request in (*launched.completed, *begun):
-        taken_s = one.taken_s.pop(request.rid, None)
+        taken_s = instance.taken_s.pop(request.rid, None)
         if taken_s is not None:
             started.setdefault(request.rank, []).append(Started(request.rid, taken_s))
     return [

@@ -7,6 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PACKAGE, TESTS = ROOT / "sglang_sbs", ROOT / "tests"
+FOLDERS = PACKAGE, TESTS, ROOT / "benchmarks", ROOT / "tools", ROOT / "examples"
 BARE_REPORTS = {"told", "ended", "began", "took", "heard", "submitted", "dispatched"}
 """Method names that leave open who did what: ``on_ended``, ``record_ended`` and the like do not."""
 OF_WORKERS = ("router/workers/", "router/processes/mirrored_registry.py")
@@ -45,7 +46,7 @@ def test_a_class_name_is_defined_once() -> None:
 def test_no_variable_or_parameter_is_called_one() -> None:
     bound = [
         f"{name}:{line}"
-        for name, tree in modules()
+        for name, tree in modules(*FOLDERS)
         for line, bound in bound_names(tree)
         if bound == "one"
     ]

@@ -39,16 +39,16 @@ class Function(NamedTuple):
 
 def functions_of(file: str, source: str) -> Iterator[Function]:
     def inside(node: ast.AST, around: str, of_class: bool) -> Iterator[Function]:
-        for one in ast.iter_child_nodes(node):
-            if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef):
+        for inner in ast.iter_child_nodes(node):
+            if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
                 yield Function(
-                    f"{file} {around}{one.name}", _lines(one), _parameters(one, of_class)
+                    f"{file} {around}{inner.name}", _lines(inner), _parameters(inner, of_class)
                 )
-                yield from inside(one, f"{around}{one.name}.", False)
-            elif isinstance(one, ast.ClassDef):
-                yield from inside(one, f"{around}{one.name}.", True)
+                yield from inside(inner, f"{around}{inner.name}.", False)
+            elif isinstance(inner, ast.ClassDef):
+                yield from inside(inner, f"{around}{inner.name}.", True)
             else:
-                yield from inside(one, around, of_class)
+                yield from inside(inner, around, of_class)
 
     return inside(ast.parse(source), "", False)
 
@@ -60,7 +60,7 @@ def _lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef, of_class: bool) -> int:
     given = function.args
-    static = any(ast.unparse(one) == "staticmethod" for one in function.decorator_list)
+    static = any(ast.unparse(decorator) == "staticmethod" for decorator in function.decorator_list)
     needed = sum(default is None for default in given.kw_defaults)
     return len(given.posonlyargs) + len(given.args) + needed - (of_class and not static)
 

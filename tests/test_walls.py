@@ -75,9 +75,9 @@ def imports_of(file: str, source: str, known: set[str]) -> Iterator[Import]:
 def all_imports() -> tuple[Import, ...]:
     known = set(modules())
     return tuple(
-        one
+        imported
         for path in modules().values()
-        for one in imports_of(str(path.relative_to(ROOT)), path.read_text(), known)
+        for imported in imports_of(str(path.relative_to(ROOT)), path.read_text(), known)
     )
 
 
@@ -109,19 +109,25 @@ class Walls:
                 found |= inside - {room}
         return {name for name in found if not name.endswith(".*")}
 
-    def forbids(self, one: Import) -> bool:
+    def forbids(self, imported: Import) -> bool:
         """Leaving exceptions aside."""
-        if one.module == PACKAGE:
+        if imported.module == PACKAGE:
             return False
-        here = self.room(one.file.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
-        there = self.room(one.module)
+        here = self.room(
+            imported.file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        )
+        there = self.room(imported.module)
         if here is None or there is None:
             return True
         return there != here and there not in self.allowed(here)
 
     def broken(self, for_types: bool) -> list[Import]:
         """What the table forbids."""
-        return [one for one in all_imports() if one.for_types == for_types and self.forbids(one)]
+        return [
+            imported
+            for imported in all_imports()
+            if imported.for_types == for_types and self.forbids(imported)
+        ]
 
 
 @cache
@@ -137,9 +143,9 @@ def test_every_import_is_allowed(for_types: bool) -> None:
     here = walls()
     excused = here.exceptions_for_types if for_types else here.exceptions
     assert [
-        f"{one.file}:{one.line} imports {one.module}"
-        for one in here.broken(for_types)
-        if one.exception not in excused
+        f"{imported.file}:{imported.line} imports {imported.module}"
+        for imported in here.broken(for_types)
+        if imported.exception not in excused
     ] == []
 
 
@@ -147,16 +153,16 @@ def test_every_import_is_allowed(for_types: bool) -> None:
 def test_every_exception_is_needed(for_types: bool) -> None:
     here = walls()
     excused = here.exceptions_for_types if for_types else here.exceptions
-    needed = {one.exception for one in here.broken(for_types)}
-    assert [one for one in excused if one not in needed] == []
+    needed = {imported.exception for imported in here.broken(for_types)}
+    assert [imported for imported in excused if imported not in needed] == []
     assert len(set(excused)) == len(excused)
 
 
 def test_nothing_in_the_package_needs_the_checkout() -> None:
     assert [
-        f"{one.file}:{one.line} imports {one.module}"
-        for one in all_imports()
-        if one.file.startswith(f"{PACKAGE}/") and not one.module.startswith(PACKAGE)
+        f"{imported.file}:{imported.line} imports {imported.module}"
+        for imported in all_imports()
+        if imported.file.startswith(f"{PACKAGE}/") and not imported.module.startswith(PACKAGE)
     ] == []
 
 
@@ -192,12 +198,12 @@ def siblings(imports: Iterable[Import], *, for_types: bool = False) -> dict[str,
     imports under TYPE_CHECKING as well.
     """
     found: dict[str, Graph] = {}
-    for one in imports:
-        here, there = dotted(ROOT / one.file).split("."), one.module.split(".")
+    for imported in imports:
+        here, there = dotted(ROOT / imported.file).split("."), imported.module.split(".")
         same = sum(
             1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(here, there, strict=False))
         )
-        counts = for_types or not one.for_types
+        counts = for_types or not imported.for_types
         if counts and same < min(len(here), len(there)):
             graph = found.setdefault(".".join(here[:same]), {})
             graph.setdefault(here[same], set()).add(there[same])
@@ -254,8 +260,12 @@ def test_a_broken_wall_would_be_noticed() -> None:
         "    from sglang_sbs.router import lanes, server\n"
     )
     file = "sglang_sbs/engine/hooks.py"
-    found = [one for one in imports_of(file, source, set(modules())) if walls().forbids(one)]
-    assert [(one.line, one.module, one.for_types) for one in found] == [
+    found = [
+        imported
+        for imported in imports_of(file, source, set(modules()))
+        if walls().forbids(imported)
+    ]
+    assert [(imported.line, imported.module, imported.for_types) for imported in found] == [
         (3, "sglang_sbs.router.server", True),
         (5, "sglang_sbs.router.errors", False),
         (6, "sglang_sbs.router.lanes", False),

@@ -55,11 +55,11 @@ def recorded(answers: Answers) -> ClusterFacts:
     and ``options`` of the router."""
     engines = []
     words = ["--router", ROUTER]
-    for one in answers["engines"]:
-        role, data = one["role"], one["server_info"]
-        engine = EngineFacts(one["url"], role, data=data)
+    for answer in answers["engines"]:
+        role, data = answer["role"], answer["server_info"]
+        engine = EngineFacts(answer["url"], role, data=data)
         engine.info = parse_server_info(data, role)
-        engine.closed_kv_ports = one["closed_kv_ports"]
+        engine.closed_kv_ports = answer["closed_kv_ports"]
         engines.append(engine)
     told = {name: answers[name] for name in ("workers", "state", "options")}
     return ClusterFacts(parse_options(words), engines, router=RouterFacts(ROUTER, **told))
@@ -72,7 +72,7 @@ def made_up(changes: Answers) -> Answers:
         engine["server_info"] |= changes
     if changes.get("sbs", True) is None:
         for role in ("prefill", "decode"):
-            for rank in (rank for one in answers["state"][role] for rank in one["ranks"]):
+            for rank in (rank for instance in answers["state"][role] for rank in instance["ranks"]):
                 rank["age_s"] = None
     return answers
 

@@ -122,8 +122,8 @@ class Release:
             if len(names) == 1 and (found := _named(node, names[0])) is not None:
                 return found
             if isinstance(node, ast.ClassDef) and len(names) == 2 and node.name == names[0]:
-                for one in node.body:
-                    if (found := _named(one, names[1])) is not None:
+                for inner in node.body:
+                    if (found := _named(inner, names[1])) is not None:
                         return found
                 for base in node.bases:
                     if (found := self._base(module, base, names[1])) is not None:
@@ -173,7 +173,7 @@ def _event_loops(module: ast.Module) -> Iterator[Function]:
 def _calls(function: Function, names: set[str]) -> Iterator[str]:
     """The calls of `names` in the order of the source, those of inner functions where these are
     called. Any name of the idle hook is ``on_idle``."""
-    inner = {one.name: one for one in function.body if isinstance(one, Function)}
+    inner = {node.name: node for node in function.body if isinstance(node, Function)}
 
     def visit(node: ast.AST) -> Iterator[str]:
         for child in ast.iter_child_nodes(node):
@@ -201,7 +201,9 @@ def releases() -> list[str]:
     listed = re.search(r"Available versions: (.*)", done.stdout)
     if listed is None:
         raise StepFailed(f"pip index versions failed: {done.stderr.strip()[-500:]}")
-    return [one for one in reversed(listed[1].split(", ")) if numbers(one) >= FIRST_RELEASE]
+    return [
+        release for release in reversed(listed[1].split(", ")) if numbers(release) >= FIRST_RELEASE
+    ]
 
 
 def numbers(version: str) -> tuple[int, ...]:

@@ -62,12 +62,12 @@ class Source:
                         if isinstance(method, ast.FunctionDef):
                             self.functions[f"{node.name}.{method.name}"] = module, method
         classes = [n for tree in trees.values() for n in tree.body if isinstance(n, ast.ClassDef)]
-        while found := {one.name for one in classes if self._holds(one)} - self.holders:
+        while found := {cls.name for cls in classes if self._holds(cls)} - self.holders:
             self.holders |= found
 
-    def _holds(self, one: ast.ClassDef) -> bool:
-        fields = [node.annotation for node in one.body if isinstance(node, ast.AnnAssign)]
-        for node in one.body:
+    def _holds(self, cls: ast.ClassDef) -> bool:
+        fields = [node.annotation for node in cls.body if isinstance(node, ast.AnnAssign)]
+        for node in cls.body:
             if isinstance(node, ast.FunctionDef) and node.name == "__init__":
                 fields += [a.annotation for a in node.args.args if a.annotation is not None]
         return any(self.is_holder(annotation) for annotation in fields)
@@ -85,11 +85,11 @@ class Source:
         module, function = self.functions[name]
         entered.add(name)
         yield module
-        held = {one.arg for one in function.args.args if self.is_holder(one.annotation)}
+        held = {arg.arg for arg in function.args.args if self.is_holder(arg.annotation)}
         for node in _in_order(function):
             if isinstance(node, ast.Assign) and self._makes_holder(node.value, name):
-                targets = [node for one in node.targets for node in ast.walk(one)]
-                held |= {one.id for one in targets if isinstance(one, ast.Name)}
+                targets = [node for target in node.targets for node in ast.walk(target)]
+                held |= {target.id for target in targets if isinstance(target, ast.Name)}
             if isinstance(node, ast.Call) and self._is_given(node, held):
                 called = self._called(node, name)
                 if called is not None and called not in entered:
@@ -109,7 +109,7 @@ class Source:
         given = [*call.args, *[keyword.value for keyword in call.keywords]]
         if isinstance(call.func, ast.Attribute):
             given.append(call.func.value)
-        nodes = [node for one in given for node in ast.walk(one)]
+        nodes = [node for value in given for node in ast.walk(value)]
         names = {node.id for node in nodes if isinstance(node, ast.Name)}
         attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
         return bool(names & held or attributes & _HELD)
@@ -118,14 +118,16 @@ class Source:
         """The function that is called, if its name is clear."""
         if isinstance(call.func, ast.Name):
             name = call.func.id
-            return next((one for one in (name, f"{name}.__init__") if one in self.functions), None)
+            return next(
+                (known for known in (name, f"{name}.__init__") if known in self.functions), None
+            )
         if isinstance(call.func, ast.Attribute):
             if ast.unparse(call.func.value).endswith("queue"):
                 return None  # the queue is outside the policies
             method, own = call.func.attr, f"{caller.partition('.')[0]}.{call.func.attr}"
             if isinstance(call.func.value, ast.Name) and call.func.value.id == "self":
                 return own if own in self.functions else None
-            named = [one for one in self.functions if one.endswith(f".{method}")]
+            named = [known for known in self.functions if known.endswith(f".{method}")]
             return named[0] if len(named) == 1 else None
         return None
 

@@ -68,7 +68,7 @@ class Noted(dict[str, Any]):
     """A JSON object that knows which of its fields were read."""
 
     def __init__(self, value: dict[str, Any]) -> None:
-        super().__init__({key: noted(one) for key, one in value.items()})
+        super().__init__({key: noted(part) for key, part in value.items()})
         self._read: set[str] = set()
 
     def __getitem__(self, key: str) -> Any:
@@ -80,21 +80,21 @@ class Noted(dict[str, Any]):
         return super().get(key, default)
 
     def kept(self) -> dict[str, Any]:
-        return {key: kept(one) for key, one in self.items() if key in self._read}
+        return {key: kept(part) for key, part in self.items() if key in self._read}
 
 
 def noted(value: Any) -> Any:
     if isinstance(value, dict):
         return Noted(value)
-    return [noted(one) for one in value] if isinstance(value, list) else value
+    return [noted(part) for part in value] if isinstance(value, list) else value
 
 
 def kept(value: Any) -> Any:
     if isinstance(value, Noted):
         return value.kept()
     if isinstance(value, dict):
-        return {key: kept(one) for key, one in value.items()}
-    return [kept(one) for one in value] if isinstance(value, list) else value
+        return {key: kept(part) for key, part in value.items()}
+    return [kept(part) for part in value] if isinstance(value, list) else value
 
 
 def plan_of(kind: Kind, folder: Path) -> tuple[ClusterPlan, list[str]]:
@@ -132,8 +132,10 @@ def plan_of(kind: Kind, folder: Path) -> tuple[ClusterPlan, list[str]]:
         return dataclasses.replace(process, environment=told)
 
     instances = tuple(
-        with_second(dataclasses.replace(one, followers=tuple(map(with_second, one.followers))))
-        for one in plan.instances
+        with_second(
+            dataclasses.replace(instance, followers=tuple(map(with_second, instance.followers)))
+        )
+        for instance in plan.instances
     )
     return dataclasses.replace(plan, instances=instances), ["--sbs-endforward-key-file", str(key)]
 
@@ -158,7 +160,7 @@ async def record(name: str) -> ClusterFacts:
 async def is_ready(session: aiohttp.ClientSession, url: str) -> bool:
     async with session.get(f"{url}/workers") as response:
         listed = (await response.json())["workers"]
-    return len(listed) == 2 and all(one["usable"] for one in listed)
+    return len(listed) == 2 and all(worker["usable"] for worker in listed)
 
 
 async def answer(session: aiohttp.ClientSession, url: str, prompt: list[int]) -> None:
@@ -173,19 +175,19 @@ def keep(name: str, facts: ClusterFacts) -> None:
     router = facts.router
     assert router is not None
     renamed: dict[str, str] = {}
-    for one in facts.engines:
-        number = sum(text.startswith(f"http://{one.role[0]}") for text in renamed.values())
-        renamed[one.url] = f"http://{one.role[0]}{number}:30000"
+    for engine in facts.engines:
+        number = sum(text.startswith(f"http://{engine.role[0]}") for text in renamed.values())
+        renamed[engine.url] = f"http://{engine.role[0]}{number}:30000"
     renamed |= {router.url: "http://r:30000", str(cached_tiny_model()): "tiny"}
     whole = {
         "engines": [
             {
-                "role": one.role,
-                "url": one.url,
-                "closed_kv_ports": [str(port) for port in one.closed_kv_ports],
-                "server_info": noted(one.data),
+                "role": engine.role,
+                "url": engine.url,
+                "closed_kv_ports": [str(port) for port in engine.closed_kv_ports],
+                "server_info": noted(engine.data),
             }
-            for one in facts.engines
+            for engine in facts.engines
         ],
         "workers": noted(router.workers),
         "state": noted(router.state),

@@ -241,10 +241,10 @@ def header() -> list[str]:
 
 def rows() -> list[str]:
     return [
-        f"| `{one.name}` | {one.symptom} | {one.releases()} | "
-        f"{', '.join(f'#{number}' for number in one.upstream) or 'not reported'} | "
-        f"{', '.join(f'`{module}`' for module in one.modules)} | {one.goes} |"
-        for one in FAULTS
+        f"| `{fault.name}` | {fault.symptom} | {fault.releases()} | "
+        f"{', '.join(f'#{number}' for number in fault.upstream) or 'not reported'} | "
+        f"{', '.join(f'`{module}`' for module in fault.modules)} | {fault.goes} |"
+        for fault in FAULTS
     ]
 
 

@@ -112,7 +112,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 def read_passes(paths: Sequence[Path]) -> list[RecordedPass]:
     """Raises: OSError, ValueError; a file cannot be read or has no prefill pass."""
-    return [one for path in paths for one in read_recording(path).passes]
+    return [a_pass for path in paths for a_pass in read_recording(path).passes]
 
 
 def calibrated(passes: Sequence[RecordedPass], provenance: dict[str, Any]) -> CalibrationFile:
@@ -125,7 +125,7 @@ def calibrated(passes: Sequence[RecordedPass], provenance: dict[str, Any]) -> Ca
             "requests (--requests with --virtual-cluster), or give longer or more LOG files"
         )
     cost, errors = fit_cost(passes)
-    shapes = sorted({len(one.tokens) for one in passes})
+    shapes = sorted({len(a_pass.tokens) for a_pass in passes})
     return CalibrationFile(
         cost=cost,
         virtual_gpu=virtual_gpu_cost(cost, passes),
@@ -240,11 +240,11 @@ def difference(
     }
     shares = [
         abs(
-            found.pass_s(one.tokens, one.pairs, one.requests)
-            / expected.pass_s(one.tokens, one.pairs, one.requests)
+            found.pass_s(a_pass.tokens, a_pass.pairs, a_pass.requests)
+            / expected.pass_s(a_pass.tokens, a_pass.pairs, a_pass.requests)
             - 1
         )
-        for one in passes
+        for a_pass in passes
     ]
     return terms, sum(shares) / len(shares)
 
@@ -284,7 +284,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(f"a poor fit: {reason}", style="red", markup=False)
     off = 0.0
     if expected is not None:
-        terms, off = difference(found.cost, expected, [one for one in passes if one.complete])
+        terms, off = difference(
+            found.cost, expected, [a_pass for a_pass in passes if a_pass.complete]
+        )
         text = ", ".join(f"{name} {share:+.2%}" for name, share in terms.items())
         console.print(f"against {options.expect}: {text}; passes are off by {off:.2%} in the mean")
     if poor and not options.force:

@@ -138,7 +138,9 @@ class Layers:
             mine = q[done : done + chunk].view(chunk, heads, -1).transpose(0, 1)
             outputs.append(_attend(mine, keys, kv[..., shape.nope :], context))
             done += chunk
-        out = torch.cat([one.transpose(0, 1).reshape(-1, heads * shape.value) for one in outputs])
+        out = torch.cat(
+            [output.transpose(0, 1).reshape(-1, heads * shape.value) for output in outputs]
+        )
         torch.matmul(out, self._o)
 
     def experts(self, tokens: int, rank_tokens: int) -> None:

@@ -159,7 +159,7 @@ def parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, Kind, list[Any]]:
         args.election = args.election or ("etcd" if etcd_binary() else "order")
         if args.election == "etcd" and not etcd_binary():
             parser.error("--election etcd: none is here (Debian: apt-get install etcd-server)")
-        chosen = [one for one in chosen if args.election != "order" or not one.needs_store]
+        chosen = [fault for fault in chosen if args.election != "order" or not fault.needs_store]
     return args, kind, chosen
 
 

@@ -125,7 +125,7 @@ class OpenLoad:
     async def finish(self) -> list[Outcome]:
         """Send no more, wait for every answer; all outcomes in the order sent."""
         await self._answers()
-        return sorted(self.outcomes, key=lambda one: one.sent_s)
+        return sorted(self.outcomes, key=lambda outcome: outcome.sent_s)
 
     async def _answers(self) -> None:
         self._stopped.set()
@@ -174,8 +174,8 @@ def recovery_s(outcomes: Sequence[Outcome], fault_s: float, limit_s: float) -> f
 def steps(outcomes: Sequence[Outcome], fault_s: float) -> list[Step]:
     """Return TTFT and failures at the clients over time, by when requests were sent."""
     by_start = defaultdict[float, list[Outcome]](list)
-    for one in outcomes:
-        by_start[STEP_S * math.floor((one.sent_s - fault_s) / STEP_S)].append(one)
+    for outcome in outcomes:
+        by_start[STEP_S * math.floor((outcome.sent_s - fault_s) / STEP_S)].append(outcome)
     return [
         Step(start_s, first_token_worst_s(sent), sum(o.fate is not Fate.ANSWERED for o in sent))
         for start_s, sent in sorted(by_start.items())

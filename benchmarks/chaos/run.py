@@ -246,8 +246,8 @@ async def left_over(url: str) -> dict[str, int]:
 
 def books(state: dict[str, Any]) -> dict[str, int]:
     """Everything in the scheduler's state that belongs to requests and is not zero."""
-    prefill = [rank for one in state["prefill"] for rank in one["ranks"]]
-    decode = [rank for one in state["decode"] for rank in one["ranks"]]
+    prefill = [rank for instance in state["prefill"] for rank in instance["ranks"]]
+    decode = [rank for instance in state["decode"] for rank in instance["ranks"]]
     counts = {
         "queued": state["queue_requests"],
         "in flight": state["in_flight_requests"],

@@ -14,8 +14,8 @@ Columns = Mapping[str, Callable[[Any], str]]
 _LEFT = ("fault", "errors")
 
 
-def _errors(one: FaultResult | HaResult) -> str:
-    return "\n".join(f"{count} x {label}" for label, count in sorted(one.errors.items()))
+def _errors(result: FaultResult | HaResult) -> str:
+    return "\n".join(f"{count} x {label}" for label, count in sorted(result.errors.items()))
 
 
 def _seconds(value: float | None, missing: str) -> str:
@@ -27,31 +27,34 @@ def _ttft(mean_s: float, worst_s: float) -> str:
 
 
 OF_ENGINES: Columns = {
-    "fault": lambda one: one.fault,
-    "accepted": lambda one: str(one.accepted),
-    "answered": lambda one: str(one.answered),
+    "fault": lambda result: result.fault,
+    "accepted": lambda result: str(result.accepted),
+    "answered": lambda result: str(result.answered),
     "errors": _errors,
-    "cut off": lambda one: str(one.cut_off),
-    "unanswered": lambda one: str(one.unanswered),
-    "streams then: ended/error/cut": lambda one: (
-        f"{one.streams.running}: {one.streams.answered}/{one.streams.error}/{one.streams.cut_off}"
+    "cut off": lambda result: str(result.cut_off),
+    "unanswered": lambda result: str(result.unanswered),
+    "streams then: ended/error/cut": lambda result: (
+        f"{result.streams.running}: {result.streams.answered}/{result.streams.error}"
+        f"/{result.streams.cut_off}"
     ),
-    "lasted s": lambda one: f"{one.fault_s:.1f}",
-    "recovered s": lambda one: _seconds(one.recovery_s, "no"),
-    "TTFT ms before (worst)": lambda one: _ttft(one.ttft_before_s, one.ttft_worst_before_s),
-    "during (worst)": lambda one: _ttft(one.ttft_during_s, one.ttft_worst_s),
-    "left over": lambda one: str(sum(one.left_over.values())),
+    "lasted s": lambda result: f"{result.fault_s:.1f}",
+    "recovered s": lambda result: _seconds(result.recovery_s, "no"),
+    "TTFT ms before (worst)": lambda result: _ttft(
+        result.ttft_before_s, result.ttft_worst_before_s
+    ),
+    "during (worst)": lambda result: _ttft(result.ttft_during_s, result.ttft_worst_s),
+    "left over": lambda result: str(sum(result.left_over.values())),
 }
 OF_SCHEDULERS: Columns = {
-    "fault": lambda one: one.fault,
-    "requests": lambda one: str(one.requests),
-    "lost": lambda one: str(one.lost),
-    "longest pause s": lambda one: f"{one.longest_pause_s:.2f}",
-    "before s": lambda one: f"{one.longest_before_s:.2f}",
-    "asked again": lambda one: str(one.repeated),
-    "taken over after s": lambda one: _seconds(one.takeover_s, ""),
-    "as before after s": lambda one: _seconds(one.recovery_s, "no"),
-    "left over": lambda one: str(sum(one.left_over.values())),
+    "fault": lambda result: result.fault,
+    "requests": lambda result: str(result.requests),
+    "lost": lambda result: str(result.lost),
+    "longest pause s": lambda result: f"{result.longest_pause_s:.2f}",
+    "before s": lambda result: f"{result.longest_before_s:.2f}",
+    "asked again": lambda result: str(result.repeated),
+    "taken over after s": lambda result: _seconds(result.takeover_s, ""),
+    "as before after s": lambda result: _seconds(result.recovery_s, "no"),
+    "left over": lambda result: str(sum(result.left_over.values())),
     "errors": _errors,
 }
 
@@ -61,8 +64,8 @@ def table(columns: Columns, results: Sequence[Any]) -> Table:
     made = Table(title="what clients saw")
     for name in columns:
         made.add_column(name, justify="left" if name in _LEFT else "right")
-    for one in results:
-        made.add_row(*(cell(one) for cell in columns.values()))
+    for result in results:
+        made.add_row(*(cell(result) for cell in columns.values()))
     return made
 
 

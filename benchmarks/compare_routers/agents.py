@@ -44,12 +44,14 @@ class Agents:
         self._scale = chunk_tokens / TOKENS_PER_CHUNK
         self._stretch = stretch
         self._known: set[int] = set()
-        self.first = [self._turn(one) for one in self._loop.first]
+        self.first = [self._turn(arrived) for arrived in self._loop.first]
         """In time order."""
 
     def after(self, turn: Turn, now_s: float) -> list[Turn]:
         """It was answered, or will never be: what its agent sends next."""
-        return [self._turn(one) for one in self._loop.after(turn.large, now_s / self._stretch)]
+        return [
+            self._turn(arrived) for arrived in self._loop.after(turn.large, now_s / self._stretch)
+        ]
 
     def new_tokens(self, turn: Turn) -> int:
         """What no turn before it had; asked when it is sent."""
@@ -58,14 +60,14 @@ class Agents:
         rest = turn.prompt_tokens - len(turn.blocks) * turn.block_tokens
         return max(1, round(new * turn.block_tokens + rest))
 
-    def _turn(self, one: arrival.Arrival) -> Turn:
+    def _turn(self, arrived: arrival.Arrival) -> Turn:
         return Turn(
-            one.at_s * self._stretch,
-            max(1, round(one.prompt_tokens * self._scale)),
-            min(_MOST_OUTPUT_TOKENS, max(2, round(one.output_tokens * self._scale))),
-            one.blocks,
+            arrived.at_s * self._stretch,
+            max(1, round(arrived.prompt_tokens * self._scale)),
+            min(_MOST_OUTPUT_TOKENS, max(2, round(arrived.output_tokens * self._scale))),
+            arrived.blocks,
             PAGE_TOKENS * self._scale,
-            one,
+            arrived,
         )
 
 

@@ -74,7 +74,11 @@ def focus_of(scope: Scope, rows: Sequence[Row]) -> list[Contender]:
     keys = set(cell_keys(scope.contenders, scope.field_cells, scope.first_seed))
     field_rows = [row for row in rows if row.key in keys]
     best = ranking(field_rows)[: scope.best_peers] + ranking(field_rows, is_immediate)[:1]
-    return [one for one in scope.contenders if is_sbs(one.name) or one.name in best]
+    return [
+        contender
+        for contender in scope.contenders
+        if is_sbs(contender.name) or contender.name in best
+    ]
 
 
 def cell_keys(
@@ -82,9 +86,9 @@ def cell_keys(
 ) -> list[Key]:
     """Cells (workload, load) of a seed in the order they are run, shuffled within a cell."""
     return [
-        Key(workload, load, seed, one.name)
+        Key(workload, load, seed, contender.name)
         for workload, load in cells
-        for one in random.Random(f"{workload} {load:g} {seed}").sample(
+        for contender in random.Random(f"{workload} {load:g} {seed}").sample(
             list(contenders), len(contenders)
         )
     ]
@@ -125,9 +129,9 @@ class Campaign:
     def expected_total_s(self) -> float:
         """Seconds of everything, before it is known who goes on after the first seed."""
         scope = self.scope
-        peers = [one for one in scope.contenders if is_peer(one.name)]
-        immediate = [one for one in scope.contenders if is_immediate(one.name)]
-        sbs = [one for one in scope.contenders if is_sbs(one.name)]
+        peers = [contender for contender in scope.contenders if is_peer(contender.name)]
+        immediate = [contender for contender in scope.contenders if is_immediate(contender.name)]
+        sbs = [contender for contender in scope.contenders if is_sbs(contender.name)]
         later = [*sbs, *peers[: scope.best_peers], *immediate[:1]]
         keys = set(cell_keys(scope.contenders, scope.field_cells, scope.first_seed))
         for seed in scope.all_seeds:

@@ -183,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print(f"stopped: {error}", highlight=False, markup=False)
         console.print(f"what was measured is in {file.path}; go on with --resume")
         return 1
-    asked = [] if campaign is None else [one.name for one in campaign.scope.contenders]
+    asked = [] if campaign is None else [contender.name for contender in campaign.scope.contenders]
     unmeasured = _unmeasured(rows, asked)
     for line in unmeasured:
         console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -148,7 +148,9 @@ class Plan:
             raise ValueError(f"--contenders: {error}") from None
         loads = _loads(args.loads, "--loads")
         field_loads = _loads(args.field_loads or args.loads, "--field-loads")
-        if all(_sbs(one) for one in contenders) or not any(_sbs(one) for one in contenders):
+        if all(_sbs(contender) for contender in contenders) or not any(
+            _sbs(contender) for contender in contenders
+        ):
             raise ValueError("--contenders: a comparison needs sbs or sbs_paper, and a peer")
         return Scope(
             contenders=contenders,

@@ -76,7 +76,9 @@ def _drawn(
 def _day(seed: int, requests: int, chunk_tokens: int) -> list[Request]:
     """Poisson arrivals whose rate rises and falls as a squared sine; lengths as ``paper``."""
     drawn = _drawn(_poisson, _paper)(seed, requests, chunk_tokens)
-    return [dataclasses.replace(one, at=time_of_day(one.at / drawn[-1].at)) for one in drawn]
+    return [
+        dataclasses.replace(arrival, at=time_of_day(arrival.at / drawn[-1].at)) for arrival in drawn
+    ]
 
 
 WORKLOADS: dict[str, Callable[[int, int, int], list[Request]]] = {
@@ -90,7 +92,7 @@ NAMES = (*WORKLOADS, AGENTIC)
 
 def duration_s(requests: Sequence[Request], tokens_per_s: float) -> float:
     """How long a load of this many prompt tokens per second lasts."""
-    return sum(one.prompt_tokens for one in requests) / tokens_per_s
+    return sum(request.prompt_tokens for request in requests) / tokens_per_s
 
 
 def arrivals(
@@ -111,13 +113,13 @@ def arrivals(
     drawn = WORKLOADS[name](seed, requests, chunk_tokens)
     stretch = duration_s(drawn, tokens_per_s) / drawn[-1].at
     out = []
-    for number, one in enumerate(drawn):
-        indices = prompts.draw(one.prompt_tokens, f"{content}/{seed}/{number}")
+    for number, turn in enumerate(drawn):
+        indices = prompts.draw(turn.prompt_tokens, f"{content}/{seed}/{number}")
         out.append(
             Arrival(
-                one.at * stretch,
+                turn.at * stretch,
                 prompts.token_ids(indices),
-                one.output_tokens,
+                turn.output_tokens,
                 prompts.text(indices),
             )
         )
@@ -145,14 +147,14 @@ _Drawn = dict[tuple[int, int], list[int]]
 """Words of blocks, by name and position: drawing those of a long prompt anew takes a while."""
 
 
-def _words(one: Turn, number: int, prompts: Prompts, seed: str, drawn: _Drawn) -> list[int]:
+def _words(turn: Turn, number: int, prompts: Prompts, seed: str, drawn: _Drawn) -> list[int]:
     indices: list[int] = []
-    for position, block in enumerate(one.blocks, start=1):
+    for position, block in enumerate(turn.blocks, start=1):
         if (block, position) not in drawn:
-            length = round(position * one.block_tokens) - len(indices)
+            length = round(position * turn.block_tokens) - len(indices)
             drawn[block, position] = prompts.draw(length, f"{seed}/block/{block}/{position}")
         indices += drawn[block, position]
-    missing = one.prompt_tokens - len(indices)
+    missing = turn.prompt_tokens - len(indices)
     if missing > 0:
         indices += prompts.draw(missing, f"{seed}/{number}")
-    return indices[: one.prompt_tokens]
+    return indices[: turn.prompt_tokens]

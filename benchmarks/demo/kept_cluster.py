@@ -62,7 +62,7 @@ class EnduringCluster(BreakableCluster):
                     name = dead.pop(0)
                     print(f"\n{name} is back as process {self.pid(name)}", flush=True)
                 except ProcessDiedError as death:
-                    if death.name not in {one.name for one in self.instances}:
+                    if death.name not in {instance.name for instance in self.instances}:
                         raise
                     print(
                         f"\n{death.name} ended ({describe_exit(death.returncode)}). Requests go to "
@@ -144,7 +144,11 @@ def keep(args: argparse.Namespace, router_flags: Sequence[str], console: Console
         assert cluster.router is not None
         url = cluster.router.url
         print(f"Ready.\n{_places(url, args.prometheus_port, args.out)}", flush=True)
-        last = next(one.name for one in reversed(cluster.instances) if one.role == Role.PREFILL)
+        last = next(
+            instance.name
+            for instance in reversed(cluster.instances)
+            if instance.role == Role.PREFILL
+        )
         print(f"Try:\n{to_try(url, last, cluster.pid(last))}", flush=True)
         console.print(
             f"Load: {qps:.1f} requests/s, {args.load:.0%} of what full chunks would serve. "

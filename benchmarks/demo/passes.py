@@ -126,9 +126,9 @@ def read_engines(log: Path, names: Mapping[str, str]) -> EngineRecord:
             record.endforward[f"{name}/{report.dp_rank}"] += 1
             if report.role == "prefill":
                 record.chunk_tokens = report.chunk_tokens or record.chunk_tokens
-        one = builder.add(name, report, entry.now_s - report.age_s)
-        if one is not None:
-            record.passes.append(one)
+        a_pass = builder.add(name, report, entry.now_s - report.age_s)
+        if a_pass is not None:
+            record.passes.append(a_pass)
     return record
 
 
@@ -139,32 +139,33 @@ def pass_statistics(
 ) -> PassStatistics:
     """Summarise the passes that lie wholly in ``window_s``."""
     by_instance: dict[str, list[ForwardPass]] = {}
-    for one in passes:
-        if window_s[0] <= one.start_s and one.end_s <= window_s[1]:
-            by_instance.setdefault(one.instance, []).append(one)
-    inside = [one for ones in by_instance.values() for one in ones]
+    for a_pass in passes:
+        if window_s[0] <= a_pass.start_s and a_pass.end_s <= window_s[1]:
+            by_instance.setdefault(a_pass.instance, []).append(a_pass)
+    inside = [a_pass for ones in by_instance.values() for a_pass in ones]
     if not inside:
         return PassStatistics(0, *[math.nan] * 6)
     span_s = busy_s = 0.0
     gaps_s: list[float] = []
     for ones in by_instance.values():
-        ones.sort(key=lambda one: one.start_s)
+        ones.sort(key=lambda a_pass: a_pass.start_s)
         span_s += ones[-1].end_s - ones[0].start_s
-        busy_s += sum(one.end_s - one.start_s for one in ones)
+        busy_s += sum(a_pass.end_s - a_pass.start_s for a_pass in ones)
         for before, after in pairwise(ones):
             gap_s = max(0.0, after.start_s - before.end_s)
             if gap_s < _GAP_SHARE * (after.end_s - after.start_s):
                 gaps_s.append(gap_s)
     return PassStatistics(
         passes=len(inside),
-        tokens_per_pass=statistics.mean(sum(one.tokens) for one in inside),
+        tokens_per_pass=statistics.mean(sum(a_pass.tokens) for a_pass in inside),
         chunk_utilization=statistics.mean(
-            sum(one.tokens) / (len(one.tokens) * chunk_tokens or math.nan) for one in inside
+            sum(a_pass.tokens) / (len(a_pass.tokens) * chunk_tokens or math.nan)
+            for a_pass in inside
         ),
-        active_ranks=statistics.mean(one.active_ranks / len(one.tokens) for one in inside),
+        active_ranks=statistics.mean(a_pass.active_ranks / len(a_pass.tokens) for a_pass in inside),
         idle_share=1 - busy_s / span_s if span_s > 0 else math.nan,
         gap_ms_p50=1e3 * statistics.median(gaps_s) if gaps_s else math.nan,
         bubble_share=sum(gaps_s) / span_s if span_s > 0 else math.nan,
-        active_rank_count=statistics.fmean(one.active_ranks for one in inside),
-        max_over_mean=statistics.fmean(max_over_mean(one.tokens) for one in inside),
+        active_rank_count=statistics.fmean(a_pass.active_ranks for a_pass in inside),
+        max_over_mean=statistics.fmean(max_over_mean(a_pass.tokens) for a_pass in inside),
     )

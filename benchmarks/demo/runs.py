@@ -83,8 +83,10 @@ class Run:
 
 def instance_names(instances: Sequence[InstancePlan]) -> dict[str, str]:
     """Worker URL -> ``p0``, ``d0``, in the order of the plan."""
-    pd = [one for one in instances if one.role is not Role.UNIFIED]
-    return {one.url: f"{one.role[0]}{one.name.rpartition('-')[2]}" for one in pd}
+    pd = [instance for instance in instances if instance.role is not Role.UNIFIED]
+    return {
+        instance.url: f"{instance.role[0]}{instance.name.rpartition('-')[2]}" for instance in pd
+    }
 
 
 @asynccontextmanager

@@ -27,27 +27,27 @@ def draw_timeline(runs: Sequence[Run], path: Path) -> bool:
     figure, axes = pyplot.subplots(
         len(runs), 1, figsize=(12, 2.6 * len(runs)), squeeze=False, constrained_layout=True
     )
-    lengths_s = [one.end_s - one.start_s for run in runs for one in run.engines.passes]
+    lengths_s = [a_pass.end_s - a_pass.start_s for run in runs for a_pass in run.engines.passes]
     window_s = _WINDOW_PASSES * statistics.median(lengths_s or [1.0])
     colours = pyplot.get_cmap("YlGnBu")
     for axis, run in zip(axes[:, 0], runs, strict=True):
         passes = run.engines.passes
-        names = sorted({one.instance for one in passes})
+        names = sorted({a_pass.instance for a_pass in passes})
         if not passes:
             axis.set_title(f"{run.label}: no pass was reported")
             continue
-        last_s = max(one.end_s for one in passes)
-        from_s = max(min(one.start_s for one in passes), last_s - 2 * window_s)
-        for one in passes:
-            if one.end_s < from_s or one.start_s > from_s + window_s:
+        last_s = max(a_pass.end_s for a_pass in passes)
+        from_s = max(min(a_pass.start_s for a_pass in passes), last_s - 2 * window_s)
+        for a_pass in passes:
+            if a_pass.end_s < from_s or a_pass.start_s > from_s + window_s:
                 continue
-            capacity = run.engines.chunk_tokens * len(one.tokens)
-            for rank, tokens in enumerate(one.tokens):
-                height = 0.8 / len(one.tokens)
+            capacity = run.engines.chunk_tokens * len(a_pass.tokens)
+            for rank, tokens in enumerate(a_pass.tokens):
+                height = 0.8 / len(a_pass.tokens)
                 fill = tokens / run.engines.chunk_tokens if capacity else 0.0
                 axis.broken_barh(
-                    [(one.start_s - from_s, one.end_s - one.start_s)],
-                    (names.index(one.instance) - 0.4 + rank * height, height * 0.95),
+                    [(a_pass.start_s - from_s, a_pass.end_s - a_pass.start_s)],
+                    (names.index(a_pass.instance) - 0.4 + rank * height, height * 0.95),
                     facecolors=colours(min(1.0, fill)) if tokens else "white",
                     edgecolor="grey",
                     linewidth=0.5,

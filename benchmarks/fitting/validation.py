@@ -58,16 +58,16 @@ def virtual_gpu_cost(cost: PassCost, passes: Sequence[RecordedPass]) -> VirtualG
     tokens of the slowest rank, as in these passes. Raises: ValueError, there is none.
     """
     tokens, pairs, count = 0, 0.0, 0
-    for one in passes:
-        requests = one.requests or [0] * len(one.tokens)
+    for a_pass in passes:
+        requests = a_pass.requests or [0] * len(a_pass.tokens)
         slowest = max(
-            range(len(one.tokens)),
-            key=lambda d, one=one, requests=requests: cost.rank_s(  # type: ignore[misc]
-                one.tokens[d], one.pairs[d], requests[d]
+            range(len(a_pass.tokens)),
+            key=lambda d, a_pass=a_pass, requests=requests: cost.rank_s(  # type: ignore[misc]
+                a_pass.tokens[d], a_pass.pairs[d], requests[d]
             ),
         )
-        tokens += one.tokens[slowest]
-        pairs += one.pairs[slowest]
+        tokens += a_pass.tokens[slowest]
+        pairs += a_pass.pairs[slowest]
         count += requests[slowest]
     if not tokens:
         raise ValueError("no prefill pass to take the mix of requests from")
@@ -163,7 +163,7 @@ def compare(
         simulated_ttft_p99_s=statistics.fmean(p99s),
         real_passes=len(recording.passes),
         simulated_passes=round(statistics.fmean(passes)),
-        real_queued_share=statistics.fmean(one.inflight > 0 for one in recording.passes),
+        real_queued_share=statistics.fmean(a_pass.inflight > 0 for a_pass in recording.passes),
         simulated_queued_share=statistics.fmean(queued),
     )
 

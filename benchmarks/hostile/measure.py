@@ -91,7 +91,7 @@ async def measure(case: Case, engines: tuple[int, int], folder: Path) -> Row:
         await asyncio.sleep(_AFTER_S)
         grown = max(0, _peak_bytes(started.processes) - before_bytes)
     baseline = [took_s for at_s, took_s, _ in answers if quiet_s <= at_s < begin_s]
-    probed = [one for one in answers if one[0] + one[1] >= begin_s]
+    probed = [answer for answer in answers if answer[0] + answer[1] >= begin_s]
     if not baseline or not probed:
         raise RuntimeError(f"{case.name}: the probe got no answers")
     return Row(

@@ -113,13 +113,15 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
         low, high = self.paper
         return low * (1 - TOLERANCE), high * (1 + TOLERANCE)
 
-    def _near(self, one: Estimate) -> bool:
+    def _near(self, estimate: Estimate) -> bool:
         low, high = self._reach
-        return one.low > low if math.isinf(high) else low <= one.mean <= high
+        return estimate.low > low if math.isinf(high) else low <= estimate.mean <= high
 
-    def _beyond(self, one: Estimate) -> bool:
+    def _beyond(self, estimate: Estimate) -> bool:
         low, high = self._reach
-        return (self.good == "more" and one.mean > high) or (self.good == "less" and one.mean < low)
+        return (self.good == "more" and estimate.mean > high) or (
+            self.good == "less" and estimate.mean < low
+        )
 
     def row(self) -> dict[str, Any]:
         """For JSON: the fields and the verdict; a reason only where one is needed."""
@@ -134,16 +136,18 @@ def claims_table(claims: Sequence[Claim], title: str) -> ResultTable:
         f"{title}; means over seeds with 95 % intervals (Student's t)",
         ["claim", "against", "paper", "paper's rule, simulated", "sbs", "verdict"],
     )
-    for one in claims:
-        found = ["-" if x is None else _estimate(x, one.unit) for x in (one.literal, one.ours)]
-        table.rows.append([one.what, one.baseline or "-", _range(one), *found, one.verdict])
+    for claim in claims:
+        found = [
+            "-" if x is None else _estimate(x, claim.unit) for x in (claim.literal, claim.ours)
+        ]
+        table.rows.append([claim.what, claim.baseline or "-", _range(claim), *found, claim.verdict])
     return table
 
 
 def summary(claims: Sequence[Claim]) -> list[str]:
     """How many have which verdict, and then why the others do not reproduce."""
-    counts = {one: sum(claim.verdict == one for claim in claims) for one in VERDICTS}
-    counted = ", ".join(f"{count} {one}" for one, count in counts.items() if count)
+    counts = {verdict: sum(claim.verdict == verdict for claim in claims) for verdict in VERDICTS}
+    counted = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
     reasons: dict[tuple[str, str], list[Claim]] = {}
     for claim in claims:
         if claim.verdict not in ("reproduced", "better"):
@@ -166,6 +170,6 @@ def _range(claim: Claim) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _estimate(one: Estimate, unit: Unit) -> str:
-    half = "" if math.isnan(one.half) else f" ± {_FORMS[unit](one.half)}"
-    return f"{_FORMS[unit](one.mean)}{half}"
+def _estimate(estimate: Estimate, unit: Unit) -> str:
+    half = "" if math.isnan(estimate.half) else f" ± {_FORMS[unit](estimate.half)}"
+    return f"{_FORMS[unit](estimate.mean)}{half}"

@@ -22,7 +22,7 @@ from sglang_sbs.simulator.parallel import Row, Task
 from sglang_sbs.simulator.workloads.scenario import make_scenario
 
 _PROG = "scripts/paper-claims"
-_VERDICTS = "\n".join(f"  {one:<15} {words}" for one, words in VERDICTS.items())
+_VERDICTS = "\n".join(f"  {verdict:<15} {words}" for verdict, words in VERDICTS.items())
 _EPILOG = f"""\
 The baseline is random_rank: SGLang's default placement under PD disaggregation. Its peak is the
 rate at which the mean TTFT reaches 0.8 s (chunk 3K), 1.0 s (5K) or 4 s (3-64K; the paper gives
@@ -116,7 +116,7 @@ def simulate(
     for row in rows:
         if "max_qps" not in row:
             share = row["load"] / peak_load(rows, row["scenario"], row["cost"])
-            row["peak_share"] = min(paper_claims.TTFT_SHARES, key=lambda one: abs(one - share))
+            row["peak_share"] = min(paper_claims.TTFT_SHARES, key=lambda known: abs(known - share))
     steps = effort.steps, effort.warm_up_steps
     tasks: list[Task] = [
         (run_decode, (policy, seed, *steps)) for policy, seed in product(DECODE_POLICIES, seeds)

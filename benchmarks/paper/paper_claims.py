@@ -154,7 +154,9 @@ def ttft_claims(rows: Sequence[Row], cost: str) -> list[Claim]:
         for share, values in zip(TTFT_SHARES, less, strict=True)
     ]
     lighter = [values for share, values in zip(TTFT_SHARES, less, strict=True) if share < 0.8]
-    most = [max(some, key=lambda one: _estimate(one).mean) for some in zip(*lighter, strict=True)]
+    most = [
+        max(some, key=lambda figure: _estimate(figure).mean) for some in zip(*lighter, strict=True)
+    ]
     what = "most TTFT reduction below 80 % (0-3K)"
     return [*claims, _claim(what, "section 5.1", BASELINE, 0.40, most, _LATE)]
 
@@ -190,7 +192,7 @@ def _less(
 
 
 def _signed(sign: int, mine: BySeed, base: BySeed) -> list[float]:
-    return [sign * one for one in change(mine, base)]
+    return [sign * difference for difference in change(mine, base)]
 
 
 def queueing_claims(rows: Sequence[Row]) -> list[Claim]:
@@ -246,7 +248,10 @@ def decode_claims(rows: Sequence[Row]) -> list[Claim]:
     )
     for baseline in baselines:
         for what, key, paper, sign in gains:
-            over = [_signed(sign, found(one, key), found(baseline, key)) for one in DECODE_RULES]
+            over = [
+                _signed(sign, found(decode_rule, key), found(baseline, key))
+                for decode_rule in DECODE_RULES
+            ]
             source = "section 5.2.2, Figures 7 and 8"
             claims.append(_claim(what, source, baseline, paper, over, _UNEQUAL_RANKS))
     return claims
@@ -268,11 +273,13 @@ def ttft_table(rows: Sequence[Row], scenario: str, cost: str) -> ResultTable:
         ["policy", *(f"{share:.0%}" for share in TTFT_SHARES)],
     )
     for policy in PAPER_POLICIES:
-        table.rows.append([policy, *(f"{_estimate(one).mean:.3f}" for one in figures(policy))])
+        table.rows.append(
+            [policy, *(f"{_estimate(figure).mean:.3f}" for figure in figures(policy))]
+        )
     for rule in RULES:
         for baseline in BASELINES:
             over = map(change, figures(rule), figures(baseline))
-            cells = (f"{_estimate(one).mean:+.0%}" for one in over)
+            cells = (f"{_estimate(figure).mean:+.0%}" for figure in over)
             table.rows.append([f"{rule} vs {baseline}", *cells])
     return table
 

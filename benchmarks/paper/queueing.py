@@ -37,7 +37,7 @@ def queueing_row(job: Job) -> Row:
     t_s = COSTS[job.cost].full_chunk_s(3072)
     scenario = make_scenario(job.scenario, cost=PassCost(fixed_s=t_s), **dict(job.spec))
     outcome = run_outcome(scenario, job)
-    launched_s = {(one.instance, one.end_s): one.start_s for one in outcome.passes}
+    launched_s = {(a_pass.instance, a_pass.end_s): a_pass.start_s for a_pass in outcome.passes}
     waits_s = [
         launched_s[request.prefill[0], request.prefilled_s] - request.arrived_s
         for request in outcome.requests

@@ -268,7 +268,7 @@ class _Decode(_Instance):
         counts.late_s = max(counts.late_s, now_s - due_s)
         rank = self.ranks[self._token_turn]
         self._token_turn = (self._token_turn + 1) % self.dp_size
-        for connection in [one for one in rank.streams if one.token()]:
+        for connection in [stream for stream in rank.streams if stream.token()]:
             rank.streams.pop(connection, None)
         due_s = max(now_s, due_s + self.fleet.shape.token_s / self.dp_size)
         self.fleet.loop.call_at(due_s, self._tokens, due_s)
@@ -324,8 +324,10 @@ class Fleet:
 
     async def finish(self) -> None:
         """The next token of every stream is its last."""
-        decode = [one for one in self._instances if isinstance(one, _Decode)]
-        streams = [one for instance in decode for rank in instance.ranks for one in rank.streams]
+        decode = [instance for instance in self._instances if isinstance(instance, _Decode)]
+        streams = [
+            stream for instance in decode for rank in instance.ranks for stream in rank.streams
+        ]
         for first in range(0, len(streams), _ENDED_AT_ONCE):
             for connection in streams[first : first + _ENDED_AT_ONCE]:
                 connection.left = 1

@@ -9,7 +9,7 @@ class LongestIdle(ImmediatePolicy):
         self._sent_s: dict[tuple[str, int], float] = {}
 
     def choose(self, request: Request, instances: Instances, now_s: float) -> Place:
-        places = [(one, rank) for one in instances for rank in range(one.dp_size)]
+        places = [(instance, rank) for instance in instances for rank in range(instance.dp_size)]
         instance, rank = min(places, key=lambda p: self._sent_s.get((p[0].id, p[1]), 0.0))
         self._sent_s[instance.id, rank] = now_s
         return instance, rank

@@ -14,7 +14,11 @@ CELL = Cell("short", "paper-3k", 0.25, "mixed", 21.5, {"dp_size": 2})
 def test_a_constant_is_changed_in_every_module_that_knows_it_and_comes_back() -> None:
     before = tuning.TUNING.nearest
     with changed({"nearest": 2}):
-        assert [one.TUNING.nearest for one in (tuning, pass_forecast, long_prompts)] == [2, 2, 2]
+        assert [module.TUNING.nearest for module in (tuning, pass_forecast, long_prompts)] == [
+            2,
+            2,
+            2,
+        ]
     assert pass_forecast.TUNING.nearest == long_prompts.TUNING.nearest == before
 
 

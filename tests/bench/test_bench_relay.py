@@ -92,7 +92,7 @@ def test_two_versions_are_compared_round_by_round():
 
 
 def test_the_older_version_runs_from_its_own_checkout(tmp_path: Path):
-    of = {one.name: one for one in versions_of(tmp_path)}
+    of = {version.name: version for version in versions_of(tmp_path)}
     assert list(of) == ["before", "ours", "before-sbs", "ours-sbs"]
     for policy, suffix in (("round_robin", ""), ("sbs", "-sbs")):
         before, ours = (of[f"{name}{suffix}"] for name in ("before", "ours"))

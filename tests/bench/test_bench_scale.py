@@ -148,5 +148,5 @@ def test_a_case_that_fails_leaves_the_earlier_ones(
     assert "| DP ranks (instances) | 16 (1) |" in told
     assert "what the router said [/]" in told
     written = json.loads(path.read_text())
-    assert [one["case"]["ranks"] for one in written["cases"]] == [16]
+    assert [case["case"]["ranks"] for case in written["cases"]] == [16]
     assert written["stopped"] == f"32 ranks: {str(failure) or 'interrupted'}"

@@ -37,18 +37,18 @@ def passes(
     out = []
     for _ in range(count):
         tokens = [rng.randint(0, 3072) for _ in range(DP)]
-        one = made(
+        sample = made(
             tokens,
             [rng.choice((0, 0, 4000, 12_000)) for _ in tokens],
             [rng.randint(1, 12) for _ in tokens],
             1.0,
         )
-        forward_s = cost.pass_s(one.tokens, one.pairs, one.requests)
+        forward_s = cost.pass_s(sample.tokens, sample.pairs, sample.requests)
         forward_s *= rng.lognormvariate(0.0, noise)
         if rng.random() < outliers:
             forward_s *= rng.uniform(3, 8)
-        one.forward_s = forward_s
-        out.append(one)
+        sample.forward_s = forward_s
+        out.append(sample)
     return out
 
 
@@ -190,7 +190,7 @@ def test_a_poor_fit_is_written_only_if_forced(how, reason, tmp_path: Path, capsy
     assert main([log, "--out", str(out), "--force"]) == 0
     assert f"a poor fit: {reason}" in words(capsys.readouterr().out)
     forced = json.loads(out.read_text())["provenance"]["forced"]
-    assert any(one.startswith(reason) for one in forced)
+    assert any(text.startswith(reason) for text in forced)
 
 
 def test_too_few_passes_are_refused_with_their_number(tmp_path: Path, capsys):

@@ -69,7 +69,7 @@ async def test_nothing_passes_a_cut_and_nothing_ends_there(
         late, later = await asyncio.open_connection(*way.listen)
         later.write(b"new")
         later.write_eof()
-        silent = [asyncio.create_task(one.readexactly(3)) for one in (reader, late)]
+        silent = [asyncio.create_task(stream.readexactly(3)) for stream in (reader, late)]
         done, _ = await asyncio.wait(silent, timeout=0.2)
         assert not done
         way.heal()
@@ -145,16 +145,21 @@ async def test_a_router_that_breaks_off_is_not_asked_again_for_that_request(
 ) -> None:
     two[0].how = "breaks"
     done = await asked_of(two)
-    assert all(one.answered for one in done)
-    assert sum(one.tries > 1 for one in done) >= 2
+    assert all(request.answered for request in done)
+    assert sum(request.tries > 1 for request in done) >= 2
 
 
 async def test_a_silent_router_is_taken_out_and_the_other_asked(two: list[Answers]) -> None:
     two[0].how = "hangs"
     done = await asked_of(two)
     assert [router.asked for router in two] == [2, 4]
-    assert [one.tries for one in sorted(done, key=lambda one: one.tries)] == [1, 1, 2, 2]
-    again = [one.outcome.sample.ttft_s for one in done if one.tries == 2]
+    assert [request.tries for request in sorted(done, key=lambda request: request.tries)] == [
+        1,
+        1,
+        2,
+        2,
+    ]
+    again = [request.outcome.sample.ttft_s for request in done if request.tries == 2]
     # As the client saw it: from the first try.
     assert all(ttft_s > 0.5 for ttft_s in again)
 
@@ -162,28 +167,30 @@ async def test_a_silent_router_is_taken_out_and_the_other_asked(two: list[Answer
 async def test_an_error_is_the_answer(two: list[Answers]) -> None:
     two[0].how = "refuses"
     done = await asked_of(two)
-    assert [one.tries for one in done] == [1] * 4
-    assert sorted(one.answered for one in done) == [False, False, True, True]
+    assert [request.tries for request in done] == [1] * 4
+    assert sorted(request.answered for request in done) == [False, False, True, True]
 
 
 # The count ----------------------------------------------------------------------------------------
 
 
-def one(sent_s: float, ttft_s: float, error: str = "", tries: int = 1) -> Balanced:
+def answered(sent_s: float, ttft_s: float, error: str = "", tries: int = 1) -> Balanced:
     sample = Sample(0.0, 1, ttft_s=ttft_s, error=error)
     return Balanced(Outcome(sent_s, sent_s + 1.0, sample), tries)
 
 
 def test_a_row_says_what_was_lost_and_the_longest_pause() -> None:
     fault = BY_NAME["kill-scheduler"]
-    done = [one(0.0, 0.3), one(1.0, 0.5), one(1.8, 2.4, tries=2), one(3.0, 0.2)]
+    done = [answered(0.0, 0.3), answered(1.0, 0.5), answered(1.8, 2.4, tries=2), answered(3.0, 0.2)]
     row = _result(fault, done, 2.0, {}, ["scheduler 1"], 1.9)
     assert (row.requests, row.lost, row.repeated, row.takeover_s) == (4, 0, 1, 1.9)
     assert (row.longest_pause_s, row.longest_before_s) == (2.4, 0.5)
     assert row.passed
-    slow = _result(fault, [*done, one(3.0, 3.0)], 2.0, {}, [], None)
+    slow = _result(fault, [*done, answered(3.0, 3.0)], 2.0, {}, [], None)
     assert not slow.passed and slow.lost == 0
-    lost = _result(fault, [*done, one(3.0, math.nan, "HTTP 503: no_decode")], 2.0, {}, [], None)
+    lost = _result(
+        fault, [*done, answered(3.0, math.nan, "HTTP 503: no_decode")], 2.0, {}, [], None
+    )
     assert (lost.lost, lost.longest_pause_s, lost.passed) == (1, math.inf, False)
     assert lost.errors == {"503 no_decode": 1} or len(lost.errors) == 1
     assert not _result(fault, done, 2.0, {"queued": 1}, [], None).passed
@@ -208,7 +215,9 @@ async def test_nothing_is_lost_when_the_scheduler_that_schedules_is_killed(
             patient = ["--sbs-election-lease-secs", "6", "--sbs-election-renew-secs", "5"]
             site.plan([*worker_flags([(prefill.url, 8998)], [decode.url]), *patient])
             async with site.places.running():
-                (first,) = [one for one in await site.places.standing() if one.active]
+                (first,) = [
+                    scheduler for scheduler in await site.places.standing() if scheduler.active
+                ]
                 row = await run_fault(
                     site.places,
                     BY_NAME["kill-scheduler"],
@@ -218,7 +227,9 @@ async def test_nothing_is_lost_when_the_scheduler_that_schedules_is_killed(
                     tail_s=0.5,
                     patience_s=0.0,
                 )
-                (then,) = [one for one in await site.places.standing() if one.active]
+                (then,) = [
+                    scheduler for scheduler in await site.places.standing() if scheduler.active
+                ]
     finally:
         for engine in engines:
             await engine.stop()

@@ -47,11 +47,11 @@ def test_a_context_that_grows_keeps_its_words() -> None:
     agents = Agents(1, 3, CHUNK, 1.0)
     first, second = followed(agents, 2)
     words = TurnWords(id_prompts(), "x")
-    one, two = (words(turn, number).input_ids for number, turn in enumerate((first, second)))
+    before, two = (words(turn, number).input_ids for number, turn in enumerate((first, second)))
     shared = round(len(first.blocks) * first.block_tokens)
-    assert shared > CHUNK and one[:shared] == two[:shared]
-    assert (len(one), len(two)) == (first.prompt_tokens, second.prompt_tokens)
-    assert TurnWords(id_prompts(), "y")(first, 0).input_ids[:16] != one[:16]
+    assert shared > CHUNK and before[:shared] == two[:shared]
+    assert (len(before), len(two)) == (first.prompt_tokens, second.prompt_tokens)
+    assert TurnWords(id_prompts(), "y")(first, 0).input_ids[:16] != before[:16]
 
 
 class Engine:
@@ -99,8 +99,8 @@ async def test_an_agent_sends_when_it_was_answered_and_first_turns_do_not_count(
     engine = Engine()
     found = await played(engine, Agents(5, 1, CHUNK, 1e-3), 40)
     assert engine.at_once == 1
-    assert [one.error for one in found.samples] == [""] * 40
-    assert all(one.at_s >= 0 for one in found.samples)
+    assert [sample.error for sample in found.samples] == [""] * 40
+    assert all(sample.at_s >= 0 for sample in found.samples)
     assert found.load_s == found.samples[-1].at_s
     assert len(engine.asked) >= 45
     assert found.warm_up_failed == 0
@@ -110,7 +110,7 @@ async def test_an_agent_sends_when_it_was_answered_and_first_turns_do_not_count(
 
 async def test_agents_go_on_after_a_failure() -> None:
     found = await played(Engine(status=500), Agents(3, 1, CHUNK, 1e-3), 10)
-    assert len(found.samples) == 10 and all("500" in one.error for one in found.samples)
+    assert len(found.samples) == 10 and all("500" in sample.error for sample in found.samples)
     assert found.warm_up_failed >= 3
 
 
@@ -133,9 +133,9 @@ def test_what_prefill_computed_is_what_its_passes_had() -> None:
 
 def test_the_report_says_what_agents_had_computed() -> None:
     rows = [
-        replace(one, key=replace(one.key, workload="agentic"), computed_over_optimum=ratio)
-        for one, ratio in ((row("sbs", 50), 1.02), (row("smg", 100), 2.5))
+        replace(a_row, key=replace(a_row.key, workload="agentic"), computed_over_optimum=ratio)
+        for a_row, ratio in ((row("sbs", 50), 1.02), (row("smg", 100), 2.5))
     ]
-    (table,) = [one for one in report.tables_of(rows) if "Agents" in one.title]
+    (table,) = [table for table in report.tables_of(rows) if "Agents" in table.title]
     assert [(line[0], line[-1]) for line in table.rows] == [("sbs", "1.02"), ("smg", "2.50")]
-    assert not [one for one in report.tables_of([row("sbs", 50)]) if "Agents" in one.title]
+    assert not [table for table in report.tables_of([row("sbs", 50)]) if "Agents" in table.title]

@@ -27,7 +27,7 @@ class Selection:
 
     async def select_and_reserve(self, request: dict[str, Any]) -> dict[str, Any]:
         self.reserved[request["selection_id"]] = request
-        mine = [one for one in self.workers if one["model_name"] == request["model_name"]]
+        mine = [worker for worker in self.workers if worker["model_name"] == request["model_name"]]
         return {"endpoint": mine[-1]["endpoint"], "dp_rank": 1}
 
     async def prefill_complete(self, name: str) -> None:
@@ -94,8 +94,8 @@ async def test_engines_get_the_ranks_that_dynamo_chose_and_it_hears_what_became_
     assert first["input_ids"] == [7, 8] and "text" not in first
     assert (first["routed_dp_rank"], first["bootstrap_room"] % 4) == (1, 1)
     assert (first["bootstrap_host"], first["bootstrap_port"]) == ("127.0.0.1", 8998)
-    assert [one["data_parallel_size"] for one in selection.workers] == [4, 4]
-    assert [one["total_kv_blocks"] for one in selection.workers] == [100, 100]
+    assert [worker["data_parallel_size"] for worker in selection.workers] == [4, 4]
+    assert [worker["total_kv_blocks"] for worker in selection.workers] == [100, 100]
     assert selection.reserved == {}
     names = {name.partition("-")[0] for what, name in selection.told if what == "prefilled"}
     assert names == {"prefill"}

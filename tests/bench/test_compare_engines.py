@@ -53,7 +53,7 @@ def test_the_gang_gate_is_stretched_with_the_decode_step(monkeypatch: pytest.Mon
 def test_attention_pairs_and_requests_are_paid_with_the_tokens(dp_size: int) -> None:
     """As they would be by one rank that computes the prompts of the paper workload alone."""
     theirs = PassCost(fixed_s=0.02, mean_s=1e-5, pair_s=2e-8, request_s=2e-3)
-    lengths = [one.prompt_tokens for one in WORKLOADS["paper"](7, 5000, CHUNK)]
+    lengths = [arrival.prompt_tokens for arrival in WORKLOADS["paper"](7, 5000, CHUNK)]
     share = CHUNK / sum(lengths)
     pairs, requests = share * sum(n**2 / 2 for n in lengths), share * len(lengths)
     rank_s = theirs.pair_s * pairs + theirs.request_s * requests

@@ -61,7 +61,7 @@ def test_sbs_gains_no_ratio_by_failing(ours: list[Row]) -> None:
 def test_what_was_not_tried_after_a_failure_does_not_hide_why() -> None:
     rows = [broken("sbs"), replace(broken("sbs", load=1.0), error=NOT_RUN), row("smg", 100)]
     assert ratios.errors(rows) == {"sbs": "it ended at its start"}
-    assert [one["failed"] for one in ratios.ratio_cells(rows)] == [True, True]
+    assert [cell["failed"] for cell in ratios.ratio_cells(rows)] == [True, True]
 
 
 def test_a_contender_that_fails_is_marked(tmp_path: Path) -> None:
@@ -100,8 +100,8 @@ def test_the_exit_code_says_whether_sbs_was_measured(
 ) -> None:
     file = RowFile(tmp_path / "rows.jsonl")
     file.begin(HEADER)
-    for one in rows:
-        file.add(one)
+    for a_row in rows:
+        file.add(a_row)
     assert command.main(["--report-only", "--report", str(tmp_path)]) == code
     out = " ".join(capsys.readouterr().out.split())
     assert says in out
@@ -112,7 +112,7 @@ def test_failures_are_in_the_json(tmp_path: Path) -> None:
     rows = [row("sbs", math.nan, failed=100), row("smg", 100)]
     report.write_json(HEADER, rows, tmp_path / "out.json")
     found = orjson.loads((tmp_path / "out.json").read_bytes())
-    assert [(one["failed"], one["mean_ratio"]) for one in found["cells"]] == [(True, None)]
+    assert [(cell["failed"], cell["mean_ratio"]) for cell in found["cells"]] == [(True, None)]
     assert found["failed_requests"] == 100
 
 
@@ -182,6 +182,6 @@ async def test_no_two_runs_are_warmed_up_with_the_same_prompts(
     attempts = Attempts(monkeypatch)
     for load in (0.4, 0.8):
         await attempts.run(tmp_path, load)
-    one, other = attempts.warm_ups
-    assert [a.at_s for a in one] == [a.at_s for a in other]
-    assert not [1 for a, b in zip(one, other, strict=True) if a.input_ids[:8] == b.input_ids[:8]]
+    first, other = attempts.warm_ups
+    assert [a.at_s for a in first] == [a.at_s for a in other]
+    assert not [1 for a, b in zip(first, other, strict=True) if a.input_ids[:8] == b.input_ids[:8]]

@@ -57,8 +57,8 @@ def test_pauses_with_work_in_hand_are_the_engines_own_and_no_bubble() -> None:
 
 def test_the_nodes_of_an_instance_have_their_passes_together() -> None:
     heard = [
-        Heard(one.at_s, replace(one.report, boot_id=f"node {one.report.dp_rank}"))
-        for one in passes_of((1, 2, 5), (2.1, 3.1, 5))
+        Heard(message.at_s, replace(message.report, boot_id=f"node {message.report.dp_rank}"))
+        for message in passes_of((1, 2, 5), (2.1, 3.1, 5))
     ]
     names = {"node 0": "p0", "node 1": "p0"}
     figures = measure.engines(heard, names, begin_s=0.0, load_s=10.0)

@@ -81,7 +81,7 @@ def test_one_load_is_bars_of_contenders_and_several_are_lines(
     monkeypatch.setattr(plots, "png_of", lambda figure: drawn.append(figure) or b"")
     rows = rows_of_a_comparison()
     report.ttft_by_load(rows)
-    report.ttft_by_load([one for one in rows if one.key.load == 0.8])
+    report.ttft_by_load([row for row in rows if row.key.load == 0.8])
     lines, bars = (figure.axes for figure in drawn)
     assert all(len(axis.lines) == 4 and not axis.patches for axis in lines)
     assert all(len(axis.patches) == 4 and not axis.lines for axis in bars)

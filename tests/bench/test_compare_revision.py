@@ -26,7 +26,7 @@ def test_the_revision_is_of_the_package_and_tells_changes(tmp_path: Path) -> Non
     clean = revision(package)
     assert len(clean) == 10
     (package / "__init__.py").write_text("1")
-    one = revision(package)
+    before = revision(package)
     (package / "__init__.py").write_text("2")
-    assert one.startswith(f"{clean} with changes ")
-    assert revision(package) not in (one, clean)
+    assert before.startswith(f"{clean} with changes ")
+    assert revision(package) not in (before, clean)

@@ -102,13 +102,13 @@ def test_ratios_are_taken_seed_by_seed() -> None:
 def test_a_cell_with_a_run_on_a_slow_host_has_no_ratio_and_says_whose() -> None:
     rows = [row("sbs", 50), row("smg", 80, host_lag_ms=12.3), row("sbs", 50, load=0.4)]
     rows.append(row("smg", 80, load=0.4, host_lag_ms=12.1))
-    cells = {one["load"]: one for one in ratios.ratio_cells(rows)}
+    cells = {cell["load"]: cell for cell in ratios.ratio_cells(rows)}
     assert cells[0.8]["disturbed"] == ["smg at paper 0.8 seed 1 (host lag 12 ms)"]
     assert cells[0.8]["mean_ratio"] is cells[0.8]["p99_ratio"] is None
     assert cells[0.4]["disturbed"] == [] and cells[0.4]["mean_ratio"] == pytest.approx(50 / 80)
-    assert [one[-1] for one in ratio_table(rows).rows] == ["better", "disturbed"]
+    assert [row[-1] for row in ratio_table(rows).rows] == ["better", "disturbed"]
     again = [*rows, row("smg", 80)]
-    assert [one["mean_ratio"] for one in ratios.ratio_cells(again)] == [pytest.approx(5 / 8)] * 2
+    assert [cell["mean_ratio"] for cell in ratios.ratio_cells(again)] == [pytest.approx(5 / 8)] * 2
 
 
 def test_a_run_whose_router_stood_still_is_thrown_away_and_made_again() -> None:
@@ -267,7 +267,7 @@ async def test_a_campaign_runs_the_field_once_and_the_best_at_everything(
     assert len(of["sbs"]) == len(of[best]) == 2 * 2
     assert started == ["engines"]
     assert len(work.file.read()[1]) == len(ran)
-    assert all(one.begun > "2026" for one in work.rows)
+    assert all(row.begun > "2026" for row in work.rows)
     assert ratios.errors(work.rows) == {"mini_lb": "it ended"}
 
     again, started, ran = small_campaign(tmp_path, monkeypatch, rows=work.rows)
@@ -285,16 +285,16 @@ async def test_disturbed_runs_are_made_again_but_not_those_that_failed_requests(
     await work.run()
     slow = {Key("paper", 0.4, 1, "sbs"): 0, Key("paper", 1.0, 1, "smg"): 3}
     rows = [
-        replace(one, host_lag_ms=99.0, answers=replace(one.answers, failed=slow[one.key]))
-        if one.key in slow and one.answers
-        else one
-        for one in work.rows
+        replace(row, host_lag_ms=99.0, answers=replace(row.answers, failed=slow[row.key]))
+        if row.key in slow and row.answers
+        else row
+        for row in work.rows
     ]
     again, _started, ran = small_campaign(tmp_path, monkeypatch, rows=rows)
     again.scope = work.scope
     await again.run()
     assert ran == [Key("paper", 0.4, 1, "sbs")]
-    cells = {one["load"]: one["disturbed"] for one in ratios.ratio_cells(again.rows)}
+    cells = {cell["load"]: cell["disturbed"] for cell in ratios.ratio_cells(again.rows)}
     assert cells == {0.4: [], 1.0: ["smg at paper 1 seed 1 (host lag 99 ms)"]}
 
 
@@ -323,7 +323,7 @@ async def test_what_a_broken_contender_did_not_run_is_no_better_for_it(
     ran = breaking(monkeypatch, lambda tried: tried[-1] == hangs)
     work.scope = dataclasses.replace(work.scope, loads=[1.0, 0.4], seeds=3)
     await work.run()
-    cells = {one["load"]: one["failed"] for one in ratios.ratio_cells(work.rows)}
+    cells = {cell["load"]: cell["failed"] for cell in ratios.ratio_cells(work.rows)}
     assert cells == {1.0: True, 0.4: True}
     assert (3, "sbs") not in {(key.seed, key.policy) for key in ran}
     assert ratios.errors(work.rows)["sbs"].endswith("seed 2: it hung")

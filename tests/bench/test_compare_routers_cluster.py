@@ -85,10 +85,10 @@ async def _given(folder: Path) -> None:
     )
     plan = plan_cluster(options, blocks)
     words = [*SMALL, "--real", "--capacity", "5000", "--slo-ttft", "1"]
-    for one in plan.of_role(Role.PREFILL):
-        words += ["--prefill", one.url, str(one.bootstrap_port)]
-    for one in plan.of_role(Role.DECODE):
-        words += ["--decode", one.url]
+    for instance in plan.of_role(Role.PREFILL):
+        words += ["--prefill", instance.url, str(instance.bootstrap_port)]
+    for instance in plan.of_role(Role.DECODE):
+        words += ["--decode", instance.url]
     words += ["--listen", listen, "--endforward-port", str(first)]
     words += ["--tokenizer-path", str(cached_tiny_model())]
     async with LocalCluster(plan):

@@ -26,9 +26,9 @@ def test_the_offered_load_is_exact_and_the_same_for_the_same_seed(name: str) -> 
             content=content,
         )
         drawn = WORKLOADS[name](seed, 120, 1024)
-        counted = sum(one.prompt_tokens for one in drawn)
+        counted = sum(arrival.prompt_tokens for arrival in drawn)
         assert sent[-1].at_s == pytest.approx(counted / 5000.0)
-        assert [len(a.input_ids) for a in sent] == [one.prompt_tokens for one in drawn]
+        assert [len(a.input_ids) for a in sent] == [arrival.prompt_tokens for arrival in drawn]
         assert [a.at_s for a in sent] == sorted(a.at_s for a in sent)
         return [(a.at_s, len(a.input_ids), a.max_new_tokens) for a in sent]
 
@@ -36,7 +36,7 @@ def test_the_offered_load_is_exact_and_the_same_for_the_same_seed(name: str) -> 
 
 
 def test_other_content_has_no_common_beginning() -> None:
-    one, two = (
+    first, second = (
         arrivals(
             "paper",
             seed=1,
@@ -48,7 +48,7 @@ def test_other_content_has_no_common_beginning() -> None:
         )
         for content in ("sbs", "peer")
     )
-    assert not [1 for a, b in zip(one, two, strict=True) if a.input_ids[:8] == b.input_ids[:8]]
+    assert not [1 for a, b in zip(first, second, strict=True) if a.input_ids[:8] == b.input_ids[:8]]
 
 
 def test_paper_prompts_are_at_most_a_chunk_and_long_tail_ones_are_not() -> None:
@@ -72,7 +72,7 @@ def test_bursts_are_burstier_than_poisson() -> None:
 
 
 def test_a_day_begins_and_ends_quiet_and_is_busiest_at_noon() -> None:
-    times = [one.at for one in WORKLOADS["day"](1, 4000, 1024)]
+    times = [arrival.at for arrival in WORKLOADS["day"](1, 4000, 1024)]
     assert times == sorted(times) and times[-1] == pytest.approx(1.0)
     tenths = [sum(int(10 * at) == tenth for at in times) / 400 for tenth in range(10)]
     rates = [0.65 * share for share in tenths]

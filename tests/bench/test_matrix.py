@@ -35,10 +35,10 @@ def judged(*rows: Row) -> Verdict:
 
 
 def test_mean_and_p99_each_meet_their_own_best_rival():
-    one = judged(row("sbs", 1.0, 2.0), row("eta", 1.1, 3.0), row("sbs_paper", 1.5, 1.95))
-    assert one.best_mean == ("eta", 1.1)
-    assert one.best_p99 == ("sbs_paper", 1.95)
-    assert not one.lost
+    cell = judged(row("sbs", 1.0, 2.0), row("eta", 1.1, 3.0), row("sbs_paper", 1.5, 1.95))
+    assert cell.best_mean == ("eta", 1.1)
+    assert cell.best_p99 == ("sbs_paper", 1.95)
+    assert not cell.lost
 
 
 def test_a_cell_is_lost_by_mean_by_p99_and_by_requests_left_over():
@@ -49,9 +49,9 @@ def test_a_cell_is_lost_by_mean_by_p99_and_by_requests_left_over():
 
 
 def test_a_rival_that_leaves_requests_is_none():
-    one = judged(row("sbs", 1.0, 1.0), row("eta", 0.1, 0.1, unfinished=3), row("random", 2.0, 2.0))
-    assert one.best_mean == ("random", 2.0)
-    assert "0 of 1 cells lost" in summary_of([one])
+    cell = judged(row("sbs", 1.0, 1.0), row("eta", 0.1, 0.1, unfinished=3), row("random", 2.0, 2.0))
+    assert cell.best_mean == ("random", 2.0)
+    assert "0 of 1 cells lost" in summary_of([cell])
 
 
 def test_a_cell_in_which_no_rival_finishes_is_won_and_in_no_mean():

@@ -61,8 +61,8 @@ def test_steps_are_counted_from_the_fault_by_when_requests_were_sent() -> None:
     before = [outcome(8.5, ttft_s=0.2), outcome(9.9, ttft_s=0.7)]
     failed = [outcome(10.0, ttft_s=math.nan, error="HTTP 503: no") for _ in range(3)]
     seen = steps([*failed, outcome(13.9, ttft_s=4.0), outcome(12.0, ttft_s=5.0), *before], 10.0)
-    assert [(one.from_s, one.failed) for one in seen] == [(-2.0, 0), (0.0, 3), (2.0, 0)]
-    assert [one.longest_ttft_s for one in seen[::2]] == [0.7, 5.0]
+    assert [(step.from_s, step.failed) for step in seen] == [(-2.0, 0), (0.0, 3), (2.0, 0)]
+    assert [step.longest_ttft_s for step in seen[::2]] == [0.7, 5.0]
     assert math.isnan(seen[1].longest_ttft_s)
 
 
@@ -85,10 +85,10 @@ def test_steps_are_counted_from_the_fault_by_when_requests_were_sent() -> None:
     ],
 )
 def test_what_counts_as_an_answer(error: str, fate: Fate, label: str | None) -> None:
-    one = outcome(0, error=error)
-    assert one.fate is fate
+    ended = outcome(0, error=error)
+    assert ended.fate is fate
     if label is not None:
-        assert one.label == label
+        assert ended.label == label
 
 
 def test_first_tokens_that_never_came_are_in_no_figure() -> None:
@@ -124,6 +124,6 @@ async def test_finish_waits_for_what_was_sent_and_sends_no_more() -> None:
             assert not ending.done()
             answer.set()
             outcomes = await ending
-        assert [one.fate for one in outcomes] == [Fate.ANSWERED]
+        assert [outcome.fate for outcome in outcomes] == [Fate.ANSWERED]
     finally:
         await runner.cleanup()

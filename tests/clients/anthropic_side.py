@@ -83,17 +83,17 @@ async def events(client: anthropic.AsyncAnthropic, case: dict[str, Any]) -> Any:
     found: list[Any] = []
     try:
         async for event in await client.messages.create(**asked(case), stream=True):
-            one = without_ids(event.model_dump())
-            if one["type"] != "content_block_delta":
-                found.append(one)
+            shown = without_ids(event.model_dump())
+            if shown["type"] != "content_block_delta":
+                found.append(shown)
                 continue
-            delta = one["delta"]
+            delta = shown["delta"]
             (text_name,) = delta.keys() & {"text", "thinking", "partial_json", "signature"}
             last = found[-1]
-            if last["type"] == one["type"] and last["delta"]["type"] == delta["type"]:
+            if last["type"] == shown["type"] and last["delta"]["type"] == delta["type"]:
                 last["delta"][text_name] += delta[text_name]
             else:
-                found.append(one)
+                found.append(shown)
     except anthropic.APIStatusError as error:
         return type(error).__name__, error.status_code, error.body
     return found

@@ -23,6 +23,6 @@ class Sides:
 def without_ids(value: Any, names: tuple[str, ...] = ("id",)) -> Any:
     """``names``: of what is made up anew for each answer."""
     if isinstance(value, dict):
-        kept = {name: one for name, one in value.items() if name not in names}
-        return {name: without_ids(one, names) for name, one in kept.items()}
-    return [without_ids(one, names) for one in value] if isinstance(value, list) else value
+        kept = {name: part for name, part in value.items() if name not in names}
+        return {name: without_ids(part, names) for name, part in kept.items()}
+    return [without_ids(part, names) for part in value] if isinstance(value, list) else value

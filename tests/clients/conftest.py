@@ -53,5 +53,7 @@ async def sides(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Sides
         running_router(cluster.instances, ports, flags, folder) as url,
     ):
         (unified,) = plan.of_role(Role.UNIFIED)
-        engines = [one.url for role in (Role.PREFILL, Role.DECODE) for one in plan.of_role(role)]
+        engines = [
+            instance.url for role in (Role.PREFILL, Role.DECODE) for instance in plan.of_role(role)
+        ]
         yield Sides(url, unified.url, engines, log)

@@ -113,11 +113,11 @@ async def events(client: openai.AsyncOpenAI, case: dict[str, Any]) -> Any:
     try:
         async for event in await client.responses.create(**asked(case), stream=True):
             numbers.append(event.sequence_number)
-            one = without_ids(event.model_dump(), _NOT_COMPARED)
-            if found and one["type"].endswith(".delta") and found[-1]["type"] == one["type"]:
-                found[-1]["delta"] += one["delta"]
+            shown = without_ids(event.model_dump(), _NOT_COMPARED)
+            if found and shown["type"].endswith(".delta") and found[-1]["type"] == shown["type"]:
+                found[-1]["delta"] += shown["delta"]
             else:
-                found.append(one)
+                found.append(shown)
     except openai.APIStatusError as error:
         return type(error).__name__, error.status_code, error.body["message"]
     assert numbers == list(range(len(numbers)))

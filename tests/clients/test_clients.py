@@ -40,8 +40,8 @@ async def clients(sides: Sides) -> AsyncIterator[dict[str, list[Any]]]:
     }
     yield made
     for pair in made.values():
-        for one in pair:
-            await one.close()
+        for process in pair:
+            await process.close()
 
 
 async def on_both(clients: list[Any], ask: Any, case: dict[str, Any]) -> list[Any]:
@@ -152,7 +152,7 @@ async def test_tokens_are_counted_alike(clients: dict[str, list[Any]]) -> None:
         fields = ("messages", "system", "tools", "tool_choice", "thinking")
         body = {"model": "m", "messages": [anthropic_side.USER]}
         body |= {field: case[field] for field in fields if field in case}
-        counts = [await one.messages.count_tokens(**body) for one in clients["anthropic"]]
+        counts = [await client.messages.count_tokens(**body) for client in clients["anthropic"]]
         assert counts[0].input_tokens == counts[1].input_tokens > 0, name
 
 
@@ -217,7 +217,7 @@ async def busy(http: aiohttp.ClientSession, url: str) -> int:
     """Requests that the engine has."""
     async with http.get(f"{url}/v1/loads?include=core") as response:
         loads = (await response.json())["loads"]
-    return sum(one["num_running_reqs"] + one["num_waiting_reqs"] for one in loads)
+    return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
 
 
 @pytest.fixture(scope="module")

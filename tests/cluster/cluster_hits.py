@@ -63,7 +63,7 @@ class Site:
             for record in records:
                 if isinstance(record.event, ForwardEnded):
                     report = record.event.report
-                    passes.update((one.rid, report.forward_id) for one in report.started)
+                    passes.update((request.rid, report.forward_id) for request in report.started)
             return rids <= passes.keys()
 
         await self.until(all_there, 0.0)

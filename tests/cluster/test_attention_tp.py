@@ -59,9 +59,9 @@ class Rig:
         async with asyncio.timeout(ARRIVAL_TIMEOUT_S):
             while True:
                 passes = {
-                    one.rid: message.forward_id
+                    request.rid: message.forward_id
                     for message in self.messages
-                    for one in message.started
+                    for request in message.started
                 }
                 if rids <= passes.keys():
                     return {rid: passes[rid] for rid in rids}
@@ -117,8 +117,8 @@ async def test_gangs_start_whole_and_their_tokens_are_those_of_one_engine(rig: R
                 for number, prompt in enumerate(prompts)
             )
         )
-        expected = [await generate(rig.http, unified.url, one, NEW_TOKENS) for one in prompts]
-        assert [tokens for _, tokens in answers] == [one["output_ids"] for one in expected]
+        expected = [await generate(rig.http, unified.url, prompt, NEW_TOKENS) for prompt in prompts]
+        assert [tokens for _, tokens in answers] == [answer["output_ids"] for answer in expected]
         passes = await rig.started({rid for rid, _ in answers})
         assert len(passes) == MEMBERS * DP_SIZE
         assert len(set(passes.values())) == 1, f"a gang was torn: {passes}"

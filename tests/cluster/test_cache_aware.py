@@ -100,7 +100,7 @@ async def test_predicted_hits_of_conversations_are_those_the_engine_reports(
 
     since_s = time.monotonic()
     conversations = [Conversation(seed) for seed in range(20, 32)]
-    await asyncio.gather(*(one.turns(http, site.url, 8) for one in conversations))
+    await asyncio.gather(*(conversation.turns(http, site.url, 8) for conversation in conversations))
     outcomes = await site.outcomes(12 * 8, since_s)
     up = [r.event for r in site.records() if isinstance(r.event, InstanceUp)]
     assert {(e.role, e.prefix_source, e.page_size) for e in up} == {
@@ -153,11 +153,15 @@ async def test_a_second_turn_is_decoded_where_the_first_is_and_only_the_rest_is_
     await site.until(lambda records: len(dispatches(records)) == 8, since_s)
     sent = dispatches(site.records(since_s))
     first, second = sent[:4], sent[4:]
-    assert {one.decode_rank for one in first} == {0, 1}
-    assert [one.decode_rank for one in second] == [one.decode_rank for one in first]
+    assert {dispatch.decode_rank for dispatch in first} == {0, 1}
+    assert [dispatch.decode_rank for dispatch in second] == [
+        dispatch.decode_rank for dispatch in first
+    ]
     found = [reply["meta_info"]["cached_tokens"] for reply in replies]
-    assert found == [one.decode_cached_tokens for one in second] == [whole * PAGE_TOKENS] * 4
-    assert {one.cached_tokens for one in second} == {200 // PAGE_TOKENS * PAGE_TOKENS}
+    assert (
+        found == [dispatch.decode_cached_tokens for dispatch in second] == [whole * PAGE_TOKENS] * 4
+    )
+    assert {dispatch.cached_tokens for dispatch in second} == {200 // PAGE_TOKENS * PAGE_TOKENS}
 
 
 def dispatches(records: list[LogRecord]) -> list[Dispatch]:
@@ -192,8 +196,8 @@ async def test_what_a_storm_evicted_is_not_counted_on(
     site: Site, http: aiohttp.ClientSession
 ) -> None:
     conversations = [Conversation(seed) for seed in range(200, 204)]
-    for one in conversations:
-        await one.turns(http, site.url, 2)
+    for conversation in conversations:
+        await conversation.turns(http, site.url, 2)
     since_s = time.monotonic()
     draw = random.Random(7)
     storm = [[draw.randrange(3, VOCAB_SIZE) for _ in range(500)] for _ in range(64)]
@@ -210,8 +214,8 @@ async def test_what_a_storm_evicted_is_not_counted_on(
     removed = [r.event for r in site.records(since_s) if isinstance(r.event, BlocksRemoved)]
     assert {event.dp_rank for event in removed} == set(range(RANKS))
     since_s = time.monotonic()
-    for one in conversations:
-        await one.turn(http, site.url)
+    for conversation in conversations:
+        await conversation.turn(http, site.url)
     after = await site.outcomes(4, since_s)
     assert [outcome.exact for outcome in after] == [True] * 4, after
     assert after[0].reported <= SYSTEM_PROMPT_TOKENS
@@ -222,8 +226,8 @@ async def test_a_router_that_starts_later_learns_what_is_cached(
 ) -> None:
     since_s = time.monotonic()
     conversations = [Conversation(seed) for seed in range(300, 304)]
-    for one in conversations:
-        await one.turns(http, site.url, 2)
+    for conversation in conversations:
+        await conversation.turns(http, site.url, 2)
     # All on one rank, where nothing was cached before: they begin alike.
     await site.until(lambda records: bool(ranks_that_stored(records)), since_s)
     ranks = ranks_that_stored(site.records(since_s))
@@ -236,8 +240,8 @@ async def test_a_router_that_starts_later_learns_what_is_cached(
         second = Site(site.cluster, url, log)
         await second.until(lambda records: ranks_that_stored(records) >= ranks, 0.0)
         since_s = time.monotonic()
-        for one in conversations:
-            await one.turn(http, url)
+        for conversation in conversations:
+            await conversation.turn(http, url)
         outcomes = await second.outcomes(4, since_s)
     assert [outcome.exact for outcome in outcomes] == [True] * 4, outcomes
     assert all(outcome.reported > SYSTEM_PROMPT_TOKENS for outcome in outcomes), outcomes

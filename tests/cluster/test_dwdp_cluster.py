@@ -35,6 +35,6 @@ async def test_each_rank_makes_passes_of_its_own_and_no_token_differs(tmp_path: 
     assert overtakes(first, second) or overtakes(second, first)
 
 
-def overtakes(one: dict[int, float], other: dict[int, float]) -> bool:
+def overtakes(mine: dict[int, float], other: dict[int, float]) -> bool:
     """Whether a pass of the first rank ended before one of the other with a lower number."""
-    return any(other[low] > one[high] for high in one for low in other if low < high)
+    return any(other[low] > mine[high] for high in mine for low in other if low < high)

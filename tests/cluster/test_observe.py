@@ -86,16 +86,26 @@ async def test_arrivals_lengths_and_placement_are_what_was_sent(
         assert record.now_s < done_s[rid] <= answered_s + TOLERANCE_S
         assert record.event.max_new_tokens == 2
     placed = [command for record in arrived.values() for command in record.commands]
-    assert all(isinstance(one, Dispatch) for one in placed)
-    names = Counter((one.prefill, one.decode) for one in placed)
+    assert all(isinstance(placement, Dispatch) for placement in placed)
+    names = Counter((placement.prefill, placement.decode) for placement in placed)
     boots = {up.role: up.instance for up in observation.recorder.instances.values()}
     assert names == {(boots["prefill"], boots["decode"]): len(LENGTHS)}
-    assert {one.prefill_rank for one in placed} == {0, 1}
+    assert {placement.prefill_rank for placement in placed} == {0, 1}
     assert {prefill.ranks, decode.ranks} == {2}
     # The arrival is the server's: the scheduler takes in what came during a pass after it.
     reports = [r.event.report for r in records if isinstance(r.event, ForwardEnded)]
-    queued_s = {one.rid: one.queued_s for r in reports for one in r.started if r.role == "prefill"}
-    told_s = {one.rid: one.arrived_s for r in reports for one in r.accepted if r.role == "prefill"}
+    queued_s = {
+        request.rid: request.queued_s
+        for r in reports
+        for request in r.started
+        if r.role == "prefill"
+    }
+    told_s = {
+        request.rid: request.arrived_s
+        for r in reports
+        for request in r.accepted
+        if r.role == "prefill"
+    }
     waited_outside_s = [queued_s[rid] - told_s[rid] for rid in told_s]
     assert max(waited_outside_s) > 0.1
     tokens = sum(r.extend_tokens for r in reports if r.kind == "forward" and r.role == "prefill")

@@ -21,7 +21,7 @@ def rids_of(event_log: Path) -> tuple[set[str], set[str]]:
     for entry in read_event_log(event_log):
         sent |= {command.rid for command in entry.commands if isinstance(command, Dispatch)}
         if isinstance(entry.event, ForwardEnded) and entry.event.report.role == "prefill":
-            started |= {one.rid for one in entry.event.report.started}
+            started |= {request.rid for request in entry.event.report.started}
     return sent, started
 
 

@@ -71,16 +71,24 @@ async def test_both_nodes_report_and_hits_are_those_predicted_also_by_a_router_t
         # With nothing in common: what they share would keep them at one rank.
         seeds = range(CONVERSATIONS)
         conversations = [Conversation(seed, own_system_prompt=True) for seed in seeds]
-        await asyncio.gather(*(one.turn(http, site.url) for one in conversations))
+        await asyncio.gather(*(conversation.turn(http, site.url) for conversation in conversations))
         since_s = time.monotonic()
-        await asyncio.gather(*(one.turns(http, site.url, TURNS) for one in conversations))
+        await asyncio.gather(
+            *(conversation.turns(http, site.url, TURNS) for conversation in conversations)
+        )
         exactly(await site.outcomes(CONVERSATIONS * TURNS, since_s))
         records = site.records()
         heard = [r.event.report for r in records if isinstance(r.event, ForwardEnded)]
-        prefill = {(one.dp_rank, one.boot_id): one for one in heard if one.role == "prefill"}
+        prefill = {
+            (message.dp_rank, message.boot_id): message
+            for message in heard
+            if message.role == "prefill"
+        }
         assert {rank for rank, _ in prefill} == set(range(RANKS))
         assert len(prefill) == RANKS  # each node is a boot of its own
-        assert [one.kv_address and one.kv_address.host for one in prefill.values()].count(None) == 1
+        assert [
+            message.kv_address and message.kv_address.host for message in prefill.values()
+        ].count(None) == 1
         assert stored_on_all_ranks(records)
         up = [r.event for r in records if isinstance(r.event, InstanceUp)]
         assert {e.prefix_source for e in up if e.role == "prefill"} == {"events"}
@@ -94,13 +102,13 @@ async def test_both_nodes_report_and_hits_are_those_predicted_also_by_a_router_t
             second = Site(cluster, url, log)
             await second.until(stored_on_all_ranks, 0.0)
             since_s = time.monotonic()
-            await asyncio.gather(*(one.turn(http, url) for one in conversations))
+            await asyncio.gather(*(conversation.turn(http, url) for conversation in conversations))
             exactly(await second.outcomes(CONVERSATIONS, since_s))
             passes = [
                 await second.until_started(await send_gang(http, cluster, tag))
                 for tag in range(GANGS)
             ]
-            whole = [one for one in passes if len(set(one.values())) == 1]
+            whole = [a_pass for a_pass in passes if len(set(a_pass.values())) == 1]
             # Without the gate none is; on a busy host a handshake may take longer than the gate.
             assert len(whole) >= GANGS / 2, f"gangs were torn: {passes}"
 
@@ -129,9 +137,10 @@ async def send_gang(http: aiohttp.ClientSession, cluster: LocalCluster, tag: int
 
 
 def exactly(outcomes: list[Outcome]) -> None:
-    assert {one.rank for one in outcomes} == set(range(RANKS))
-    assert [one for one in outcomes if not one.exact] == []
+    assert {outcome.rank for outcome in outcomes} == set(range(RANKS))
+    assert [outcome for outcome in outcomes if not outcome.exact] == []
     # Not of nothing.
     assert all(
-        one.reported >= SYSTEM_PROMPT_TOKENS // PAGE_TOKENS * PAGE_TOKENS for one in outcomes
+        outcome.reported >= SYSTEM_PROMPT_TOKENS // PAGE_TOKENS * PAGE_TOKENS
+        for outcome in outcomes
     )

@@ -39,12 +39,12 @@ NEW_TOKENS = 4
 async def requests_to(url: str, http: aiohttp.ClientSession, first_seed: int, count: int) -> None:
     """Send so many prompts at even intervals, until all are answered."""
 
-    async def one(index: int) -> None:
+    async def ask(index: int) -> None:
         await asyncio.sleep(index * INTERVAL_S)
         prompt = random_prompt(first_seed + index, PROMPT_TOKENS)
         await generate(http, url, prompt, NEW_TOKENS)
 
-    await asyncio.gather(*map(one, range(count)))
+    await asyncio.gather(*map(ask, range(count)))
 
 
 def sent_to(log: Path, since_s: float = 0.0) -> Counter[str]:
@@ -96,7 +96,9 @@ async def test_slow_transfers_of_one_prefill_attract_no_requests(
                 await asyncio.sleep(0.1)
         # Where requests go while both are idle, so that something has to turn them away.
         [(preferred, _)] = sent_to(log).most_common(1)
-        port = next(one.bootstrap_port for one in cluster.instances if one.url == preferred)
+        port = next(
+            instance.bootstrap_port for instance in cluster.instances if instance.url == preferred
+        )
         since_s = time.monotonic()
         sick.write_text(str(port))
         await requests_to(url, http, 2000, REQUESTS)

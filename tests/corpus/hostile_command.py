@@ -58,13 +58,15 @@ async def fuzz(kind: str, seconds: float, seed: int, keep: Path | None) -> tuple
     inputs = itertools.chain(corpus(kind), mutations(kind, seed))
     while time.monotonic() < end_s:
         async with stage(kind) as router:  # a new one after a fault
-            for one in inputs:
-                found = await router.faults(one)
+            for given in inputs:
+                found = await router.faults(given)
                 tried += 1
                 if found:
                     faulty += 1
-                    print(f"{one.name}: {'; '.join(found)}\n    {one.data[:500]!r} {one.fields}")
-                    _keep(one, keep)
+                    print(
+                        f"{given.name}: {'; '.join(found)}\n    {given.data[:500]!r} {given.fields}"
+                    )
+                    _keep(given, keep)
                 if time.monotonic() > tell_s:
                     left = max(0.0, end_s - time.monotonic())
                     told = f"{kind}: {tried} tried, {faulty} with faults, {left:.0f} s left"
@@ -75,13 +77,18 @@ async def fuzz(kind: str, seconds: float, seed: int, keep: Path | None) -> tuple
     return tried, faulty
 
 
-def _keep(one: Input, folder: Path | None) -> None:
+def _keep(given: Input, folder: Path | None) -> None:
     if folder is None:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    sent = json.dumps(one.data.decode("latin-1")).replace("\x7f", "\\u007f")
-    lines = ["[[input]]", f"name = {json.dumps(one.name)}", f"bytes = {sent}", f"# {one.fields}"]
-    with (folder / f"{one.kind}.toml").open("a") as table:
+    sent = json.dumps(given.data.decode("latin-1")).replace("\x7f", "\\u007f")
+    lines = [
+        "[[input]]",
+        f"name = {json.dumps(given.name)}",
+        f"bytes = {sent}",
+        f"# {given.fields}",
+    ]
+    with (folder / f"{given.kind}.toml").open("a") as table:
         table.write("\n".join(lines) + "\n\n")
 
 

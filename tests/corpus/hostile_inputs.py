@@ -57,8 +57,8 @@ _EXPECTED = {
 def corpus(kind: str) -> tuple[Input, ...]:
     """All inputs of a kind; an input for several paths or roles is one for each."""
     table = tomllib.loads((FOLDER / f"{kind}.toml").read_text())
-    found = [one for row in table["input"] for one in _inputs(kind, row)]
-    names = [one.name for one in found]
+    found = [given for row in table["input"] for given in _inputs(kind, row)]
+    names = [given.name for given in found]
     twice = {name for name in names if names.count(name) > 1}
     if twice:
         raise ValueError(f"{kind}.toml: names that come twice: {', '.join(sorted(twice))}")

@@ -102,9 +102,9 @@ def mutated(data: bytes, rng: random.Random, pieces: tuple[bytes, ...]) -> bytes
 def mutations(kind: str, seed: int) -> Iterator[Input]:
     """Without end; the same for the same seed."""
     rng = random.Random(f"{kind} {seed}")
-    bases = [one for one in corpus(kind) if len(one.data) <= _MAX_BYTES]
+    bases = [given for given in corpus(kind) if len(given.data) <= _MAX_BYTES]
     # A changed URL could be a true one: the router would take the worker, as it should.
-    bases = [one for one in bases if one.fields.get("path") != "/workers"]
+    bases = [given for given in bases if given.fields.get("path") != "/workers"]
     number = 0
     while True:
         number += 1

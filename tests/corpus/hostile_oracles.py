@@ -124,9 +124,12 @@ class Oracles:
         return reading
 
 
-def difference(one: str, by_one: Reading, other: str, by_other: Reading) -> str:
+def difference(reader: str, by_one: Reading, other: str, by_other: Reading) -> str:
     """One may refuse where another reads on, but they may not read different things."""
-    for name, mine, who, its in ((one, by_one, other, by_other), (other, by_other, one, by_one)):
+    for name, mine, who, its in (
+        (reader, by_one, other, by_other),
+        (other, by_other, reader, by_one),
+    ):
         common = len(its.requests)
         if mine.requests[:common] != its.requests[: len(mine.requests)]:
             return f"{name} reads {mine.requests!r:.300}, {who} {its.requests!r:.300}"

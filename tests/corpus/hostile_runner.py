@@ -85,15 +85,15 @@ class Stage:
     async def open(self, stack: AsyncExitStack) -> None:
         """What the kind needs besides."""
 
-    async def send(self, one: Input) -> list[str]:
+    async def send(self, given: Input) -> list[str]:
         """Send it and wait for its end; what is not as expected."""
         raise NotImplementedError
 
-    async def faults(self, one: Input) -> list[str]:
+    async def faults(self, given: Input) -> list[str]:
         """What was wrong about how this input ended; empty: nothing."""
         try:
             async with asyncio.timeout(2 * PATIENCE_S):
-                found = await self.send(one)
+                found = await self.send(given)
                 found += await self._probe()
         except TimeoutError:
             found = ["it does not end"]
@@ -113,10 +113,10 @@ class HttpStage(Stage):
     async def open(self, stack: AsyncExitStack) -> None:
         self.oracles: Oracles = await stack.enter_async_context(oracles())
 
-    async def send(self, one: Input) -> list[str]:
+    async def send(self, given: Input) -> list[str]:
         found = []
-        wanted = one.expected.get("answers")
-        then = one.expected.get("then")
+        wanted = given.expected.get("answers")
+        then = given.expected.get("then")
         reader, writer = await asyncio.open_connection("127.0.0.1", self.here.server.port)
         received = bytearray()
         ended = False
@@ -132,13 +132,13 @@ class HttpStage(Stage):
 
         receiving = asyncio.create_task(receive())
         try:
-            writer.write(one.data)
+            writer.write(given.data)
             await self._still(received)
             if wanted is not None:
                 if then != "waits":
-                    await until(lambda: ended or len(_answers(one.data, received)) >= len(wanted))
+                    await until(lambda: ended or len(_answers(given.data, received)) >= len(wanted))
                     await self._still(received)
-                statuses = _answers(one.data, received)
+                statuses = _answers(given.data, received)
                 if len(statuses) != len(wanted) or not all(map(agrees, statuses, wanted)):
                     found.append(f"answers are {statuses}, not {wanted}: {bytes(received[:300])!r}")
                 if then == "kept" and not found:
@@ -162,13 +162,13 @@ class HttpStage(Stage):
             receiving.cancel()
             writer.close()
         try:
-            statuses = _answers(one.data, received)
+            statuses = _answers(given.data, received)
         except h11.RemoteProtocolError as error:
             statuses, found = [], [*found, f"the answer is no HTTP: {error}: {received[:300]!r}"]
-        if 500 in statuses and (one.expected or _OWN_FAULT in received):
+        if 500 in statuses and (given.expected or _OWN_FAULT in received):
             found.append(f"a 500: {bytes(received[:300])!r}")
-        disagreement = await self.oracles.disagreement(one.data)
-        if bool(disagreement) != one.fields.get("oracles_differ", False):
+        disagreement = await self.oracles.disagreement(given.data)
+        if bool(disagreement) != given.fields.get("oracles_differ", False):
             found.append(disagreement or "the oracles agree")
         return found
 
@@ -211,18 +211,18 @@ def _answers(sent: bytes, received: bytes | bytearray) -> list[int]:
 class BodyStage(Stage):
     """A body of a well-formed request, to any endpoint."""
 
-    async def send(self, one: Input) -> list[str]:
+    async def send(self, given: Input) -> list[str]:
         server = self.here.server
-        path = str(one.fields["path"])
+        path = str(given.fields["path"])
         if "{worker}" in path:
             path = path.replace("{worker}", str(next(iter(server.registry)).id))
-        method = one.fields.get("method", "POST")
-        headers = {"Content-Type": "application/json", **one.fields.get("headers", {})}
+        method = given.fields.get("method", "POST")
+        headers = {"Content-Type": "application/json", **given.fields.get("headers", {})}
         status: int | str = "closed"
         answer, code = b"", None
         try:
             async with self.here.client.request(
-                method, self.here.url + path, data=one.data, headers=headers
+                method, self.here.url + path, data=given.data, headers=headers
             ) as response:
                 status, code = response.status, response.headers.get("X-SMG-Error-Code")
                 answer = await response.read()
@@ -232,7 +232,7 @@ class BodyStage(Stage):
             pass
         found = []
         if _OWN_FAULT in answer or not agrees(
-            status, one.expected.get("status", ["2xx", "4xx", "5xx", "cut", "closed"])
+            status, given.expected.get("status", ["2xx", "4xx", "5xx", "cut", "closed"])
         ):
             found.append(f"the status is {status}: {answer[:300]!r}")
         if isinstance(status, int) and status >= 400:
@@ -272,28 +272,28 @@ class EndForwardStage(Stage):
                 engine.publish(self._witness.report(1, kind="heartbeat"))
                 await asyncio.sleep(socket_s if before == 0 else 0.002)
 
-    async def send(self, one: Input) -> list[str]:
+    async def send(self, given: Input) -> list[str]:
         counts = self._listener.counts
         before = dict(counts)
-        of_decode = one.fields.get("role") == "decode"
+        of_decode = given.fields.get("role") == "decode"
         engine = self._decode_liar if of_decode else self._liar
-        fields = dict(one.fields.get("fields", {}))
+        fields = dict(given.fields.get("fields", {}))
         if fields.get("forward_s") == "nan":
             fields["forward_s"] = float("nan")
         rank = fields.pop("rank", 0)
-        if "frames" in one.fields:
-            frames = [bytes_of(frame) for frame in one.fields["frames"]] + [one.data] * bool(
-                one.data
+        if "frames" in given.fields:
+            frames = [bytes_of(frame) for frame in given.fields["frames"]] + [given.data] * bool(
+                given.data
             )
-        elif one.data:  # a mutated message
-            frames = [b"sbs1", bytes(8), one.data]
+        elif given.data:  # a mutated message
+            frames = [b"sbs1", bytes(8), given.data]
         else:
             frames = encode_endforward(engine.report(rank, **fields))
         assert self._liar._publisher is not None
-        for _ in range(one.fields.get("times", 1)):
+        for _ in range(given.fields.get("times", 1)):
             self._liar._publisher.send_multipart(frames)
         await self._heard(self._liar)
-        fate = one.expected.get("fate")
+        fate = given.expected.get("fate")
         if fate is not None and fate != "bound" and counts[fate] <= before.get(fate, 0):
             changed = {k: n - before.get(k, 0) for k, n in counts.items() if n != before.get(k, 0)}
             return [f"its fate is {changed}, not {fate}"]
@@ -322,20 +322,20 @@ class KvEventsStage(Stage):
         self._publishers[0].publish()
         await until(lambda: self._counts["events"])
 
-    async def send(self, one: Input) -> list[str]:
+    async def send(self, given: Input) -> list[str]:
         publisher = self._publishers[0]
         before = dict(self._counts)
-        if "frames" in one.fields:
-            frames = [bytes_of(frame) for frame in one.fields["frames"]] + [one.data] * bool(
-                one.data
+        if "frames" in given.fields:
+            frames = [bytes_of(frame) for frame in given.fields["frames"]] + [given.data] * bool(
+                given.data
             )
             publisher.send(frames)
         else:
-            payload = one.data
-            if "batch" in one.fields:
-                events = [_repeated(event) for event in one.fields["batch"]]
+            payload = given.data
+            if "batch" in given.fields:
+                events = [_repeated(event) for event in given.fields["batch"]]
                 payload = msgspec.msgpack.encode([publisher.now_s, events, 0])
-            seq = one.fields.get("seq", publisher.seq)
+            seq = given.fields.get("seq", publisher.seq)
             if seq == publisher.seq:
                 publisher._sent.append(payload)  # it comes in replays, too
             publisher.send([b"", seq.to_bytes(8, "big"), payload])
@@ -348,7 +348,7 @@ class KvEventsStage(Stage):
         changed = {k: n - before.get(k, 0) for k, n in self._counts.items()}
         return [
             f"{count} {name}, not {wanted}: {changed}"
-            for name, wanted in one.expected.get("counts", {}).items()
+            for name, wanted in given.expected.get("counts", {}).items()
             if (count := changed.get(name, 0)) < wanted
         ]
 
@@ -364,20 +364,20 @@ def _repeated(event: Any) -> Any:
 class EngineStage(Stage):
     """The very bytes that one engine answers with."""
 
-    async def send(self, one: Input) -> list[str]:
-        role = str(one.fields["role"])
+    async def send(self, given: Input) -> list[str]:
+        role = str(given.fields["role"])
         engine = (self.here.prefill if role == "prefill" else self.here.decode)[0]
-        ask = str(one.fields.get("ask", "/generate"))
+        ask = str(given.fields.get("ask", "/generate"))
         inference = ask in ("/generate", "/v1/completions", "/v1/chat/completions")
-        asked = str(one.fields.get("engine_path", ask))
-        engine.raw_answers[asked] = one.data
+        asked = str(given.fields.get("engine_path", ask))
+        engine.raw_answers[asked] = given.data
         for decode in self.here.decode:  # whatever prefill says, it sends no KV to wait for
             decode._rooms = None
         outcome: int | str = "closed"
         answer = b""
         try:
             if inference:
-                body = {"text": "x", "stream": one.fields["stream"]}
+                body = {"text": "x", "stream": given.fields["stream"]}
                 sending = self.here.post(ask, body)
             else:
                 sending = self.here.get(ask)
@@ -391,7 +391,7 @@ class EngineStage(Stage):
         finally:
             del engine.raw_answers[asked]
         allowed: list[Any] = [200, "4xx", "5xx", "cut", "closed"]
-        allowed = one.expected.get("outcomes", allowed)
+        allowed = given.expected.get("outcomes", allowed)
         if inference and role == "prefill":
             allowed = [*allowed, 200]  # decode may have answered before
         if _OWN_FAULT in answer or not agrees(outcome, allowed):

@@ -19,7 +19,7 @@ from hostile_oracles import Reading, difference, read_with_h11
 from hostile_runner import Complaints, Stage, stage
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "fuzz"
-INPUTS = [one for kind in KINDS for one in corpus(kind)]
+INPUTS = [given for kind in KINDS for given in corpus(kind)]
 
 
 class Stages:
@@ -42,18 +42,18 @@ async def stages() -> AsyncIterator[Stages]:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize("one", INPUTS, ids=lambda one: f"{one.kind}: {one.name}")
-async def test_a_hostile_input_ends_once_and_as_expected(stages: Stages, one: Input) -> None:
-    assert await (await stages.of(one.kind)).faults(one) == []
+@pytest.mark.parametrize("given", INPUTS, ids=lambda given: f"{given.kind}: {given.name}")
+async def test_a_hostile_input_ends_once_and_as_expected(stages: Stages, given: Input) -> None:
+    assert await (await stages.of(given.kind)).faults(given) == []
 
 
 def test_parsers_that_read_differently_are_told() -> None:
-    one, other = ("POST", "/generate", b"x"), ("POST", "/generate", b"y")
-    refused, waiting = Reading([one], ended=True), Reading([one])
-    assert difference("a", Reading([one]), "b", Reading([other]))
-    assert "b waits for more after 1" in difference("a", Reading([one, other]), "b", waiting)
-    assert difference("a", waiting, "b", Reading([one, other]))
-    assert difference("a", Reading([one, other]), "b", refused) == ""
+    first, other = ("POST", "/generate", b"x"), ("POST", "/generate", b"y")
+    refused, waiting = Reading([first], ended=True), Reading([first])
+    assert difference("a", Reading([first]), "b", Reading([other]))
+    assert "b waits for more after 1" in difference("a", Reading([first, other]), "b", waiting)
+    assert difference("a", waiting, "b", Reading([first, other]))
+    assert difference("a", Reading([first, other]), "b", refused) == ""
 
 
 def test_a_length_that_comes_twice_is_where_h11_ends() -> None:
@@ -78,8 +78,10 @@ def test_changes_are_the_same_for_a_seed() -> None:
     for kind in KINDS:
         first, again = (list(islice(mutations(kind, 3), 20)) for _ in range(2))
         other = list(islice(mutations(kind, 4), 20))
-        assert [repr(one) for one in first] == [repr(one) for one in again]
-        assert [one.data for one in first] != [one.data for one in other] or kind == "endforward"
+        assert [repr(given) for given in first] == [repr(given) for given in again]
+        assert [given.data for given in first] != [
+            given.data for given in other
+        ] or kind == "endforward"
 
 
 def test_the_script_tries_inputs_and_counts_them(tmp_path: Path) -> None:

@@ -91,14 +91,26 @@ async def another_frame(page: Page) -> None:
 
 
 def slow_of(**more: Any) -> dict[str, Any]:
-    one = {"rid": "abc", "request_id": "", "ended_s": 5.0, "ttft_s": 4.25, "prompt_tokens": 12345}
+    request = {
+        "rid": "abc",
+        "request_id": "",
+        "ended_s": 5.0,
+        "ttft_s": 4.25,
+        "prompt_tokens": 12345,
+    }
     why = "hold in the scheduler 3,200 ms: no decode DP rank had room for the request"
-    return one | {"prefill": "http://p", "prefill_rank": 3, "why": why} | more
+    return request | {"prefill": "http://p", "prefill_rank": 3, "why": why} | more
 
 
 def past_of(**more: Any) -> dict[str, Any]:
-    one = {"severity": "warning", "kind": "x", "subject": "", "text": "it was slow", "todo": "wait"}
-    return one | {"began_s": 4.0, "ended_s": 8.0, "times": 1} | more
+    alert = {
+        "severity": "warning",
+        "kind": "x",
+        "subject": "",
+        "text": "it was slow",
+        "todo": "wait",
+    }
+    return alert | {"began_s": 4.0, "ended_s": 8.0, "times": 1} | more
 
 
 def frame_of(prefill: list[dict[str, Any]], **more: Any) -> dict[str, Any]:

@@ -29,18 +29,18 @@ def test_an_alert_that_is_over_is_told_with_its_times() -> None:
     assert (down["kind"], down["began_s"], down["ended_s"]) == ("down", 11.0, 12.0)
     assert (slow["text"], slow["began_s"], slow["ended_s"]) == (SLOW.text, 10.0, 11.0)
     history.update(11.0 + KEPT_S + 0.5, [])
-    assert [one["kind"] for one in history.over()] == ["down"]
+    assert [alert["kind"] for alert in history.over()] == ["down"]
 
 
 def test_a_flicker_is_one_alert() -> None:
     history = AlertHistory()
     for now_s in range(20):
         history.update(float(now_s), [SLOW] if now_s % 2 == 0 else [])
-    (one,) = history.over()
-    assert (one["began_s"], one["ended_s"], one["times"]) == (0.0, 18.0, 10)
+    (alert,) = history.over()
+    assert (alert["began_s"], alert["ended_s"], alert["times"]) == (0.0, 18.0, 10)
     history.update(18.0 + AGAIN_S + 1, [SLOW])
     history.update(18.0 + AGAIN_S + 2, [])
-    assert [one["times"] for one in history.over()] == [1, 10]
+    assert [alert["times"] for alert in history.over()] == [1, 10]
 
 
 def test_the_gravest_time_gives_the_text() -> None:
@@ -48,8 +48,8 @@ def test_the_gravest_time_gives_the_text() -> None:
     grave = Alert("critical", "slow_ttft", "", "TTFT is slow: p95 30 s", "add capacity")
     for now_s, alerts in enumerate(([SLOW], [grave], [SLOW], [])):
         history.update(float(now_s), alerts)
-    (one,) = history.over()
-    assert (one["severity"], one["text"], one["ended_s"]) == ("critical", grave.text, 2.0)
+    (alert,) = history.over()
+    assert (alert["severity"], alert["text"], alert["ended_s"]) == ("critical", grave.text, 2.0)
 
 
 def test_memory_is_bounded_and_what_goes_on_is_kept() -> None:
@@ -82,7 +82,7 @@ def test_frames_tell_of_the_past_when_it_changes_and_histories_always() -> None:
     assert recorder.frame(4.0)["alerts"][0]["since_s"] == 2.0
     scheduler.handle(InstanceUp(instance="http://d0:1", role="decode", dp_size=1), 5.0)
     over, later = recorder.frame(6.0), recorder.frame(7.0)
-    assert [one["kind"] for one in over["past"]] == ["no_decode"]
+    assert [alert["kind"] for alert in over["past"]] == ["no_decode"]
     assert "past" not in down
     assert "past" not in later
     (told,) = recorder.history(8.0)["past"]
@@ -92,7 +92,7 @@ def test_frames_tell_of_the_past_when_it_changes_and_histories_always() -> None:
 def test_alerts_are_recorded_while_no_dashboard_is_open() -> None:
     recorder = DashboardRecorder(Scheduler(SchedulerConfig()), 0.0)
     recorder.tick(1.0)
-    assert {one["since_s"] for one in recorder.frame(5.0)["alerts"]} == {1.0}
+    assert {alert["since_s"] for alert in recorder.frame(5.0)["alerts"]} == {1.0}
 
 
 def test_failed_events_are_forgotten_and_remembered_as_past() -> None:
@@ -100,8 +100,10 @@ def test_failed_events_are_forgotten_and_remembered_as_past() -> None:
     recorder = DashboardRecorder(Scheduler(SchedulerConfig()), 0.0, errors=lambda: failed[0])
     recorder.tick(1.0)
     failed[0] = 3
-    kinds = [[one["kind"] for one in frame["alerts"]] for frame in frames_of(recorder, [2.0, 70.0])]
-    assert ["scheduler_errors" in one for one in kinds] == [True, False]
+    kinds = [
+        [alert["kind"] for alert in frame["alerts"]] for frame in frames_of(recorder, [2.0, 70.0])
+    ]
+    assert ["scheduler_errors" in kind for kind in kinds] == [True, False]
     assert "failed on 3 events" in recorder.history(71.0)["past"][0]["text"]
 
 
@@ -119,12 +121,12 @@ async def test_get_well_has_dates() -> None:
         worker = running.server.registry.get(engine.url)
         assert worker is not None
         running.server.registry.drain(worker, True)
-        await until(lambda: any(one.alert.kind == "drained" for one in recorder._past._kept))
-        alerts = {one["kind"]: one for one in (await well())["alerts"]}
+        await until(lambda: any(alert.alert.kind == "drained" for alert in recorder._past._kept))
+        alerts = {alert["kind"]: alert for alert in (await well())["alerts"]}
         assert datetime.fromisoformat(alerts["drained"]["since"]).tzinfo is not None
         running.server.registry.drain(worker, False)
-        await until(lambda: any(one["kind"] == "drained" for one in recorder._past.over()))
-        past = {one["kind"]: one for one in (await well())["past"]}
+        await until(lambda: any(alert["kind"] == "drained" for alert in recorder._past.over()))
+        past = {alert["kind"]: alert for alert in (await well())["past"]}
         assert past["drained"]["subject"] == engine.url
         assert past["drained"]["from"] <= past["drained"]["to"]
         assert "is drained" in past["drained"]["text"]

@@ -220,9 +220,14 @@ async def test_busy_cells_stand_out_and_those_of_workers_down_have_no_shade(
         page, _ = await open_page(browser, port, color_scheme=scheme)
         await until(lambda: bool(feed.takes))
         found = []
-        for one in (instance_of(), instance_of(free=5), instance_of(free=0), instance_of(up=False)):
-            feed.takes[0](orjson.dumps(frame_of([one])), True)
-            down = ", 1 down" if not one["up"] else ""
+        for instance in (
+            instance_of(),
+            instance_of(free=5),
+            instance_of(free=0),
+            instance_of(up=False),
+        ):
+            feed.takes[0](orjson.dumps(frame_of([instance])), True)
+            down = ", 1 down" if not instance["up"] else ""
             summary = f"1 instance, 1 DP rank{down}"
             await expect(page.locator("#prefill-summary")).to_have_text(summary)
             # The words of the first three are the same; each state has a shade of its own.
@@ -243,7 +248,7 @@ async def test_estimates_are_grey_where_the_model_is_too_far_off(browser: Browse
         await until(lambda: bool(feed.takes))
         for modelled, grey in ((1.1, 0), (1.5, 3)):
             means = {"measured": 1.0, "modelled": modelled, "least_tokens": 2.0, "round_robin": 2.0}
-            figures = {key: {"p50": one, "p95": one, "mean": one} for key, one in means.items()}
+            figures = {key: {"p50": mean, "p95": mean, "mean": mean} for key, mean in means.items()}
             ttft = {"requests": 9, "figures": figures, "unfinished": {}}
             feed.takes[0](orjson.dumps(frame_of([instance_of()], ttft=ttft)), True)
             await expect(page.locator("#ttft-note")).to_contain_text("10 %" if not grey else "50 %")

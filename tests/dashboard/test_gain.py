@@ -70,8 +70,10 @@ def run(policy: str, arrivals: Sequence[tuple[float, int]], spec: ClusterSpec) -
     assert scheduler.recorder is not None
     scheduler.recorder.ttft.advance(1e6, whole=True)
     names = scheduler.figures[0]
-    figures = {name: fmean(one[name] for one in scheduler.figures) for name in names}
-    return fmean(one.ttft_s for one in outcome.requests if one.arrived_s > WARM_UP_S), figures
+    figures = {name: fmean(sample[name] for sample in scheduler.figures) for name in names}
+    return fmean(
+        sample.ttft_s for sample in outcome.requests if sample.arrived_s > WARM_UP_S
+    ), figures
 
 
 # With look-ahead ``eta`` has two states on eight ranks that last for minutes (a leftover makes the
@@ -136,12 +138,12 @@ def filled(minutes: int, ratio: float, noise: float = 0.0, off: float = 1.0, see
 def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
     held = 0
     for seed in range(200):
-        (one,) = [
+        (estimate,) = [
             ratio
             for name, ratio in filled(8, 0.8, 0.3, seed=seed).ratios(8 * MINUTE_S).items()
             if name == "eta"
         ]
-        held += one.low <= 0.8 <= one.high
+        held += estimate.low <= 0.8 <= estimate.high
     assert 182 <= held <= 199  # 190 expected
 
 
@@ -284,7 +286,7 @@ def test_with_many_requests_one_minute_in_three_is_followed_and_all_are_measured
             summary = ttft.summary(now_s)
             shown.append((summary["requests"], summary["stopped_s"]))
             assert ttft.slowness(now_s)[0] > 700
-    minutes = [one.number for one in ttft.gain._minutes]
+    minutes = [minute.number for minute in ttft.gain._minutes]
     assert minutes == [0, 3]
     assert [round(stopped_s) for _, stopped_s in shown] == [0, 30, 90, 114, 0, 30]
     assert all(requests > 700 for requests, _ in shown)

@@ -72,7 +72,7 @@ def grouping(expression: str) -> set[str]:
 
 def labels_used(expression: str) -> set[str]:
     parsed = promql_parser.parse(expression)
-    of_matchers = {m.name for one in selectors(parsed) for m in one.matchers.matchers}
+    of_matchers = {m.name for selector in selectors(parsed) for m in selector.matchers.matchers}
     return of_matchers | grouping(expression)
 
 
@@ -92,7 +92,7 @@ def exported() -> dict[str, set[str]]:
 def test_the_walk_finds_every_selector() -> None:
     expression = "max by (a) (x{b='1'}) > 5 and on (c) rate(y_total{d!='2'}[5m]) / -(z)"
     parsed = promql_parser.parse(expression)
-    assert {one.name for one in selectors(parsed)} == {"x", "y_total", "z"}
+    assert {selector.name for selector in selectors(parsed)} == {"x", "y_total", "z"}
     assert labels_used(expression) == {"a", "b", "c", "d"}
 
 
@@ -102,7 +102,10 @@ def test_panels_use_what_is_exported(
 ) -> None:
     check(filled_in(expression), exported)
     shown = set(re.findall(r"\{\{\s*(\w+)\s*\}\}", legend))
-    names = [base_name(one.name) for one in selectors(promql_parser.parse(filled_in(expression)))]
+    names = [
+        base_name(selector.name)
+        for selector in selectors(promql_parser.parse(filled_in(expression)))
+    ]
     assert shown <= set().union(*(exported[name] for name in names)), title
 
 
@@ -123,11 +126,11 @@ def check(expression: str, exported: dict[str, set[str]]) -> None:
     found = list(selectors(parsed))
     assert found
     known: set[str] = set()
-    for one in found:
-        name = base_name(one.name)
-        assert name in exported, f"{one.name} is not exported"
-        of_this = {matcher.name for matcher in one.matchers.matchers}
-        assert of_this <= exported[name] | ALWAYS, f"{one.name} has no such label"
+    for selector in found:
+        name = base_name(selector.name)
+        assert name in exported, f"{selector.name} is not exported"
+        of_this = {matcher.name for matcher in selector.matchers.matchers}
+        assert of_this <= exported[name] | ALWAYS, f"{selector.name} has no such label"
         known |= exported[name]
     assert grouping(expression) <= known | ALWAYS
 
@@ -162,7 +165,7 @@ async def test_a_live_router_on_mock_engines_exports_all_of_it(
                     engine.publish(engine.report(rank, kind="heartbeat"))
             snapshot = running.server.dispatcher.snapshot()
             instances = (*snapshot.prefill, *snapshot.decode)
-            return all(rank.age_s is not None for one in instances for rank in one.ranks)
+            return all(rank.age_s is not None for instance in instances for rank in instance.ranks)
 
         await until(heard)
         status, _ = await running.generate(text="hello", sampling_params={"max_new_tokens": 2})
@@ -170,14 +173,14 @@ async def test_a_live_router_on_mock_engines_exports_all_of_it(
         url = f"http://127.0.0.1:{running.server.prometheus_port}/metrics"
         async with session.get(url) as answer:
             text = await answer.text()
-    live = {one.name: one for one in text_string_to_metric_families(text)}
+    live = {family.name: family for family in text_string_to_metric_families(text)}
     used = {
-        base_name(one.name)
+        base_name(selector.name)
         for expression in [
             *(filled_in(expression) for _, expression, _ in panel_expressions()),
             *(rule["expr"] for rule in rules()),
         ]
-        for one in selectors(promql_parser.parse(expression))
+        for selector in selectors(promql_parser.parse(expression))
     }
     several_only = {
         "sbs_front_ends_alone",
@@ -210,9 +213,9 @@ def test_grafana_panels_are_complete_and_do_not_overlap() -> None:
 
 def test_gain_split_and_tokens_have_panels() -> None:
     shown = {
-        one.name
+        selector.name
         for _, expression, _ in panel_expressions()
-        for one in selectors(promql_parser.parse(filled_in(expression)))
+        for selector in selectors(promql_parser.parse(filled_in(expression)))
     }
     assert shown >= {"sbs_gain_ratio", "sbs_ttft_part_seconds_sum", "sbs_completion_tokens_total"}
 

@@ -101,8 +101,8 @@ async def test_the_scale_of_decode_is_absolute(browser: Browser) -> None:
         await until(lambda: bool(feed.takes))
         shades = []
         for running, limit in ((2, 0), (120, 0), (2, 2)):
-            one = DECODE | {"running": [running], "max_running": limit}
-            feed.takes[0](orjson.dumps(frame_of([instance_of()], decode=[one])), True)
+            instance = DECODE | {"running": [running], "max_running": limit}
+            feed.takes[0](orjson.dumps(frame_of([instance_of()], decode=[instance])), True)
             most = page.locator("#decode-most")
             await expect(most).to_have_text(str(limit or 128))
             summary = page.locator("#decode-summary")
@@ -110,8 +110,8 @@ async def test_the_scale_of_decode_is_absolute(browser: Browser) -> None:
             shades.append(await page.evaluate(LIGHTNESS.replace("prefill-map", "decode-map")))
         assert shades[0] > 600
         assert max(shades[1:]) < 300
-        one = DECODE | {"running": [300]}
-        feed.takes[0](orjson.dumps(frame_of([instance_of()], decode=[one])), True)
+        instance = DECODE | {"running": [300]}
+        feed.takes[0](orjson.dumps(frame_of([instance_of()], decode=[instance])), True)
         await expect(page.locator("#decode-most")).to_have_text("512")
         feed.takes[0](orjson.dumps(frame_of([instance_of()], decode=[DECODE])), True)
         await expect(page.locator("#decode-summary")).to_contain_text("idle")
@@ -159,10 +159,16 @@ async def test_type_has_more_than_two_sizes_and_answers_are_largest(browser: Bro
         feed.takes[0](orjson.dumps(frame_of([instance_of()])), True)
         await expect(page.locator("#board")).to_be_visible()
         sizes = [
-            await page.locator(one).first.evaluate(
+            await page.locator(element).first.evaluate(
                 "one => parseFloat(getComputedStyle(one).fontSize)"
             )
-            for one in ("#gain-number", "#well-line", "#board h2", "#queue-now", "#board .legend")
+            for element in (
+                "#gain-number",
+                "#well-line",
+                "#board h2",
+                "#queue-now",
+                "#board .legend",
+            )
         ]
         assert sizes == sorted(set(sizes), reverse=True)
 

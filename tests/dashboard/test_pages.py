@@ -100,7 +100,7 @@ async def test_a_history_comes_first_then_frames() -> None:
     async with cluster() as running:
         got = await take(running, 3)
     assert [frame["full"] for frame in got] == [True, False, False]
-    assert [one["instance"] for one in got[0]["prefill"]] == [running.prefill[0].url]
+    assert [instance["instance"] for instance in got[0]["prefill"]] == [running.prefill[0].url]
     assert len(got[0]["decode"][0]["running"]) == 4
 
 

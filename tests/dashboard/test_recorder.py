@@ -45,8 +45,10 @@ def report(**fields: Any) -> EndForward:
 def test_all_ranks_tell_of_one_pass() -> None:
     history = PassHistory()
     for rank in (0, 1):
-        one = report(dp_rank=rank, forward_id=1, forward_s=0.5, age_s=0.1, tokens_per_rank=[10, 20])
-        history.on_report(P0, 2, one, 10.0, 0.0)
+        message = report(
+            dp_rank=rank, forward_id=1, forward_s=0.5, age_s=0.1, tokens_per_rank=[10, 20]
+        )
+        history.on_report(P0, 2, message, 10.0, 0.0)
     (only,) = history.take(10.0)
     assert (only.start_s, only.end_s, only.tokens) == (pytest.approx(9.4), 9.9, [10, 20])
     assert history.take(11.0) == []
@@ -79,8 +81,10 @@ def test_a_frame_tells_how_evenly_passes_are_spread_over_ranks() -> None:
     assert made.frame(0.0)["balance"] is None
     for forward_id, tokens in ((1, [6, 2]), (2, [4, 0])):
         for rank in range(2):
-            one = report(dp_rank=rank, forward_id=forward_id, forward_s=0.5, tokens_per_rank=tokens)
-            made.observe(ForwardEnded(instance="http://p", report=one), (), float(forward_id))
+            message = report(
+                dp_rank=rank, forward_id=forward_id, forward_s=0.5, tokens_per_rank=tokens
+            )
+            made.observe(ForwardEnded(instance="http://p", report=message), (), float(forward_id))
     made.frame(3.0)
     assert made.frame(3.0)["balance"] == {"active_ranks": 1.5, "ranks": 2.0, "max_over_mean": 1.75}
 
@@ -92,7 +96,7 @@ def test_a_restarted_engine_begins_anew_and_idle_passes_are_none() -> None:
     history.on_report(P0, 2, report(boot_id="b", forward_id=1, **vector), 20.0, 0.0)
     idle = report(boot_id="b", forward_id=2, forward_s=0.1, tokens_per_rank=[0, 0])
     history.on_report(P0, 2, idle, 21.0, 0.0)
-    assert [one.gap_s for one in history.take(30.0)] == [0.0, 0.0]
+    assert [a_pass.gap_s for a_pass in history.take(30.0)] == [0.0, 0.0]
 
 
 def test_a_launch_shows_what_runs_until_it_ends() -> None:
@@ -110,11 +114,11 @@ def test_without_a_barrier_every_rank_has_passes_and_bubbles_of_its_own() -> Non
     history = PassHistory()
 
     def hear(rank: int, kind: str, forward_id: int, now_s: float) -> None:
-        one = report(
+        message = report(
             **{"dp_rank": rank, "kind": kind, "forward_id": forward_id, "extend_tokens": 5 + rank},
             forward_s=1.0 if kind == "forward" else 0.0,
         )
-        history.on_report(P0, 2, one, now_s, 0.0, barrier=False)
+        history.on_report(P0, 2, message, now_s, 0.0, barrier=False)
 
     hear(0, "forward", 900, 10.0)
     hear(1, "launch", 3, 10.1)
@@ -123,8 +127,8 @@ def test_without_a_barrier_every_rank_has_passes_and_bubbles_of_its_own() -> Non
     hear(1, "forward", 3, 11.1)
     hear(0, "forward", 901, 11.2)
     passes = history.take(11.2)
-    assert [one.tokens for one in passes] == [[5, None], [None, 6], [5, None]]
-    assert [one.gap_s for one in passes] == pytest.approx([0.0, 0.0, 0.2])
+    assert [a_pass.tokens for a_pass in passes] == [[5, None], [None, 6], [5, None]]
+    assert [a_pass.gap_s for a_pass in passes] == pytest.approx([0.0, 0.0, 0.2])
     assert (history.last_end_s(P0, 0), history.last_end_s(P0, 1)) == (11.2, 11.1)
 
 
@@ -214,12 +218,12 @@ def test_an_instance_that_becomes_slow_is_named() -> None:
                 recorder.observe(event, scheduler.handle(event, now_s), now_s)
                 now_s += forward_s if kind == "launch" else 0.01
             recorder.tick(now_s)
-        return {one["kind"] for one in recorder.frame(now_s)["alerts"]}
+        return {alert["kind"] for alert in recorder.frame(now_s)["alerts"]}
 
     assert "slow_prefill" not in passes(60, 1, 0.5)
     assert "slow_prefill" in passes(30, 61, 2.0)
     assert "slow_prefill" not in passes(60, 91, 0.5)
-    past = [one for one in recorder.history(now_s)["past"] if one["kind"] == "slow_prefill"]
+    past = [alert for alert in recorder.history(now_s)["past"] if alert["kind"] == "slow_prefill"]
     assert past[0]["subject"] == P0
 
 
@@ -237,7 +241,9 @@ def test_attempts_that_fail_on_one_instance_name_it() -> None:
 
     def failing(now_s: float) -> list[tuple[str, str]]:
         alerts = recorder.frame(now_s)["alerts"]
-        return [(one["severity"], one["subject"]) for one in alerts if one["kind"] == "failing"]
+        return [
+            (alert["severity"], alert["subject"]) for alert in alerts if alert["kind"] == "failing"
+        ]
 
     over(60, "completed", P0, D0, 10.0)
     over(50, "aborted", P0, D0, 10.0)  # by clients
@@ -260,13 +266,13 @@ def test_instances_are_in_the_order_of_the_command_line() -> None:
         scheduler.handle(InstanceUp(instance=name, role="prefill", dp_size=1), 0.0)
     order = [f"http://p{number}:1" for number in range(3)]
     frame = DashboardRecorder(scheduler, 0.0, order=lambda: order).frame(1.0)
-    assert [one["instance"] for one in frame["prefill"]] == [*order, "http://p3:1"]
+    assert [instance["instance"] for instance in frame["prefill"]] == [*order, "http://p3:1"]
 
 
 def test_ranks_that_fall_silent() -> None:
     scheduler = scheduler_with(*ALL_HEARD, (heard("prefill", 0, seq=1), 9.0))
     alerts = find_alerts(scheduler.snapshot(9.5), scheduler.config, Recent())
-    assert [(one.kind, one.subject) for one in alerts] == [("stale", P0), ("stale", D0)]
+    assert [(alert.kind, alert.subject) for alert in alerts] == [("stale", P0), ("stale", D0)]
     assert alerts[0].text.startswith("1 of 2 DP ranks")
     assert alerts[1].text.startswith("2 of 2 DP ranks")
 
@@ -334,9 +340,9 @@ def test_a_frame_has_what_is_new_and_a_history_everything() -> None:
     (gang,) = frame["gangs"]
     assert (gang["requests"], gang["tokens"], gang["prefill"], gang["rids"]) == (1, 60, P0, ["a"])
     assert gang["reason"]
-    (one,) = frame["passes"]
-    assert one[0] == P0
-    assert one[5] == [60, 0]
+    (a_pass,) = frame["passes"]
+    assert a_pass[0] == P0
+    assert a_pass[5] == [60, 0]
     assert frame["hold"]["requests"] == 1
     assert frame["prefill"][0]["chunk"] == 100
     assert frame["decode"][0]["kv_capacity"] == 0, "unknown"
@@ -344,7 +350,7 @@ def test_a_frame_has_what_is_new_and_a_history_everything() -> None:
     assert again["gangs"] == again["passes"] == []
     history = watched.recorder.history(3.0)
     assert history["full"] is True
-    assert (history["gangs"], history["passes"]) == ([gang], [one])
+    assert (history["gangs"], history["passes"]) == ([gang], [a_pass])
     assert [requests for _, requests in history["queue_trail"]] == [0, 0]
 
 
@@ -364,7 +370,7 @@ def test_refusals_and_waiting_requests_are_shown() -> None:
     refused = 0
     for i in range(30):
         commands = watched.handle(RequestArrived(rid=f"r{i}", prompt_tokens=90), 2.0)
-        refused += sum(isinstance(one, Refuse) for one in commands)
+        refused += sum(isinstance(command, Refuse) for command in commands)
     assert refused
     frame = watched.recorder.frame(2.5)
     assert frame["rates"]["refused_in_60_s"] == {"queue_full": refused}

@@ -104,7 +104,7 @@ def test_the_comparison_is_of_the_same_requests() -> None:
     summary = ttft.summary(2.0)
     assert summary["requests"] == 1
     assert summary["unfinished"] == {"eta": 0, "least_tokens": 0, "round_robin": 0}
-    figures = {name: one["p50"] for name, one in summary["figures"].items()}
+    figures = {name: figure["p50"] for name, figure in summary["figures"].items()}
     assert figures["measured"] == 1.5
     # Median of the ways seen so far: none, and 0.1 s.
     assert figures["modelled"] == pytest.approx(1.45)

@@ -31,11 +31,11 @@ def test_the_slowest_come_first_and_leave_after_five_minutes() -> None:
     for number in range(1000):
         added(slowest, str(number), 0.1 * number, hold=float(number % 500))
     found = slowest.summary(101.0)
-    assert [one["ttft_s"] for one in found] == [499.0, 499.0, 498.0, 498.0] + [
+    assert [request["ttft_s"] for request in found] == [499.0, 499.0, 498.0, 498.0] + [
         float(n) for n in (497, 497, 496, 496)
     ]
     assert len(found) == SHOWN
-    assert {one["rid"] for one in slowest.summary(60.0 + WINDOW_S)} == {
+    assert {request["rid"] for request in slowest.summary(60.0 + WINDOW_S)} == {
         str(n) for n in range(992, 1000)
     }
     assert slowest.summary(101.0 + WINDOW_S) == []
@@ -50,7 +50,7 @@ def test_a_slow_request_shows_its_longest_part_and_longest_reason() -> None:
     added(slowest, "forgotten", 1.0, hold=2.2)
     added(slowest, "long", 1.0, hold=0.1, **{"pass": 1.5})
     added(slowest, "way", 1.0, hold=0.1, way=1.0)
-    assert [one["why"] for one in slowest.summary(2.0)] == [
+    assert [request["why"] for request in slowest.summary(2.0)] == [
         "hold in the scheduler 3,200 ms: no decode DP rank had room for the request",
         "hold in the scheduler 2,200 ms",
         "forward pass 1,500 ms: it had 100 prompt tokens to compute",
@@ -76,11 +76,11 @@ async def test_a_slow_request_is_shown_with_a_page_about_it() -> None:
         recorder = local_feed(running).recorder
         assert recorder is not None
         await until(lambda: any(slot for _, slot in recorder._slowest._slots))
-        (one,) = recorder._slowest.summary(recorder._slowest._slots[-1][1][0].ended_s)
-        assert one["prefill"] == running.prefill[0].url
-        assert one["ttft_s"] > 0
+        (request,) = recorder._slowest.summary(recorder._slowest._slots[-1][1][0].ended_s)
+        assert request["prefill"] == running.prefill[0].url
+        assert request["ttft_s"] > 0
         headers = {"Accept": "text/plain"}
-        async with running.get(f"/requests/{one['rid']}", headers=headers) as answer:
+        async with running.get(f"/requests/{request['rid']}", headers=headers) as answer:
             assert answer.content_type == "text/plain"
             text = await answer.text()
         assert "Where the time to its first token went" in text

@@ -65,9 +65,9 @@ def test_top_names_what_it_leaves_out() -> None:
 
 def test_ranks_that_never_reported_are_told_from_silent_and_busy_ones() -> None:
     frame = frame_of(1, 1, dp_size=4)
-    one = frame["prefill"][0]
-    one["age"] = [0.1, 9.0, None, 0.1]
-    one["c_avail"] = [0, 4096, 4096, 4096]
+    instance = frame["prefill"][0]
+    instance["age"] = [0.1, 9.0, None, 0.1]
+    instance["c_avail"] = [0, 4096, 4096, 4096]
     (line,) = [line for line in drawn(frame, 100, 40) if line.startswith("prefill-0")]
     assert line.rstrip().endswith("█!?·")
 
@@ -157,7 +157,7 @@ async def test_json_is_one_snapshot(capfd: pytest.CaptureFixture[str]) -> None:
         assert await run("--router", running.url, "--json", "--for", "0.3") == 0
         frame = orjson.loads(capfd.readouterr().out)
         assert frame["policy"] == "sbs"
-        assert [one["instance"] for one in frame["prefill"]] == [running.prefill[0].url]
+        assert [instance["instance"] for instance in frame["prefill"]] == [running.prefill[0].url]
         assert frame["gangs"] == []
 
 

@@ -303,5 +303,5 @@ def test_bubbles_are_the_time_without_a_pass_while_requests_waited() -> None:
             )
             recorder.observe(ForwardEnded(instance=P0, report=report), [], at_s)
     frame = recorder.frame(20.6)
-    (alert,) = [one for one in frame["alerts"] if one["kind"] == "bubbles"]
+    (alert,) = [alert for alert in frame["alerts"] if alert["kind"] == "bubbles"]
     assert "for 46% of" in alert["text"]

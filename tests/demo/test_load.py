@@ -15,12 +15,12 @@ from tools.stand_ins.ports import free_ports
 
 def test_a_workload_is_reproducible_and_its_content_is_a_seed_of_its_own():
     base = {"qps": 10.0, "requests": 50, "max_prompt_tokens": 300}
-    one, two = Workload(**base).arrivals(), Workload(**base).arrivals()
-    assert one == two
+    first, second = Workload(**base).arrivals(), Workload(**base).arrivals()
+    assert first == second
     other = Workload(**base, content="second policy").arrivals()
-    assert [a.at_s for a in other] == [a.at_s for a in one]
-    assert [len(a.input_ids) for a in other] == [len(a.input_ids) for a in one]
-    assert [a.input_ids for a in other] != [a.input_ids for a in one]
+    assert [a.at_s for a in other] == [a.at_s for a in first]
+    assert [len(a.input_ids) for a in other] == [len(a.input_ids) for a in first]
+    assert [a.input_ids for a in other] != [a.input_ids for a in first]
 
 
 def test_latency_summarises_in_milliseconds():

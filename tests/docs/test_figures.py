@@ -117,7 +117,7 @@ def test_a_plot_can_be_drawn_again(tmp_path: Path) -> None:
 
 def figures(match: str | tuple[str, ...]) -> set[str]:
     """What a pattern's groups found, in any order."""
-    return {one.lower() for one in ([match] if isinstance(match, str) else match) if one}
+    return {group.lower() for group in ([match] if isinstance(match, str) else match) if group}
 
 
 def test_the_simulator_s_fidelity_covers_every_run() -> None:

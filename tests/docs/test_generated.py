@@ -51,7 +51,9 @@ def test_every_code_of_an_engine_and_of_the_scheduler_is_an_error() -> None:
 
 
 def test_a_route_without_a_description_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    fewer = {name: one for name, one in http_api.ENDPOINTS.items() if name != "PUT /policy"}
+    fewer = {
+        name: endpoint for name, endpoint in http_api.ENDPOINTS.items() if name != "PUT /policy"
+    }
     monkeypatch.setattr(http_api, "ENDPOINTS", fewer)
     http_api.endpoints.cache_clear()
     with pytest.raises(ValueError, match="PUT /policy"):
@@ -86,5 +88,5 @@ def test_every_flag_has_a_meaning_and_no_mark_of_argparse(page: str) -> None:
     text = (pages.DOCS / "reference" / page).read_text()
     meanings = re.findall(r"^\| `-.*\| (.*?) ?\|$", text, re.MULTILINE)
     assert len(meanings) > 50
-    assert [one for one in meanings if not one or one[0] in ";(|"] == []
+    assert [meaning for meaning in meanings if not meaning or meaning[0] in ";(|"] == []
     assert "%%" not in text

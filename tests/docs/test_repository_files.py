@@ -61,7 +61,7 @@ def test_the_changelog_says_everything_once() -> None:
     text = (ROOT / "CHANGELOG.md").read_text()
     entries = re.findall(r"^- .*$", text, re.M)
     assert len(entries) > 200
-    assert {one for one in entries if entries.count(one) > 1} == set()
+    assert {entry for entry in entries if entries.count(entry) > 1} == set()
     for release in text.split("\n## ")[1:]:
         sections = re.findall(r"^### .*$", release, re.M)
         assert len(sections) == len(set(sections)), release.partition("\n")[0]

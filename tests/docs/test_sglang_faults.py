@@ -26,21 +26,21 @@ def marks() -> set[tuple[str, Path]]:
 
 
 def test_every_fault_is_marked_where_it_is_worked_around_and_nothing_else_is() -> None:
-    listed = {(one.name, Path(module)) for one in FAULTS for module in one.modules}
+    listed = {(fault.name, Path(module)) for fault in FAULTS for module in fault.modules}
     assert listed == marks()
-    assert len({one.name for one in FAULTS}) == len(FAULTS)
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS)
 
 
 def test_the_range_of_every_fault_is_within_the_supported_releases() -> None:
     newest = parse_version(NEWEST)
     assert newest is not None
-    for one in FAULTS:
-        assert one.first is not None or one.last is None, one.name
-        first, last = parse_version(one.first or NEWEST), parse_version(one.last or NEWEST)
+    for fault in FAULTS:
+        assert fault.first is not None or fault.last is None, fault.name
+        first, last = parse_version(fault.first or NEWEST), parse_version(fault.last or NEWEST)
         assert first is not None and last is not None
         # A fault that no supported release has needs no workaround any more.
-        assert MIN_VERSION <= first <= last <= newest, one.name
-        assert one.symptom and one.goes, one.name
+        assert MIN_VERSION <= first <= last <= newest, fault.name
+        assert fault.symptom and fault.goes, fault.name
 
 
 def test_upstream_numbers_in_the_package_are_in_the_table() -> None:
@@ -52,7 +52,7 @@ def test_upstream_numbers_in_the_package_are_in_the_table() -> None:
         for number in UPSTREAM.findall(line)
     }
     assert named, "none is named: the pattern is wrong"
-    assert named <= {number for one in FAULTS for number in one.upstream}
+    assert named <= {number for fault in FAULTS for number in fault.upstream}
 
 
 def test_the_page_has_the_table() -> None:

@@ -58,12 +58,12 @@ def test_every_page_of_the_documentation_is_on_the_site(site: Path) -> None:
 
 
 def test_the_site_loads_nothing_from_other_hosts(site: Path) -> None:
-    files = [one for one in site.rglob("*") if one.suffix in (".html", ".css")]
+    files = [file for file in site.rglob("*") if file.suffix in (".html", ".css")]
     assert len(files) > 40
     loaded = {
-        str(one.relative_to(site)): found
-        for one in files
-        if (found := LOADED.findall(CANONICAL.sub("", one.read_text())))
+        str(file.relative_to(site)): found
+        for file in files
+        if (found := LOADED.findall(CANONICAL.sub("", file.read_text())))
     }
     assert loaded == {}
     assert LOADED.search('<script async src="https://unpkg.com/mermaid"></script>')

@@ -15,7 +15,7 @@ KV_EVENTS = {"publisher": "zmq", "topic": "", "block_size": 16, "dp_size": DP}
 
 
 def ids(findings: list[Finding], subject: str | None = None) -> set[str]:
-    return {one.id for one in findings if subject in (None, one.subject)}
+    return {finding.id for finding in findings if subject in (None, finding.subject)}
 
 
 def says(**fields: object) -> Break:

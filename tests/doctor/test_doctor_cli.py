@@ -135,7 +135,9 @@ async def test_no_secret_of_an_engine_is_in_a_report() -> None:
         r.prefill[1].info["disaggregation_mode"] = f"token={planted}"
         r.bootstraps[0].answers = {"/route": (500, {"password": planted})}
         report, findings, text = await report_of(r)
-        assert any(one.id == "pair.model" for one in findings), "names are compared and quoted"
+        assert any(finding.id == "pair.model" for finding in findings), (
+            "names are compared and quoted"
+        )
         assert planted not in text + orjson.dumps(report).decode()
         r.urls[r.decode.url] = r.router.url
         r.router.answers = {"/server_info": (500, {"password": planted})}
@@ -155,13 +157,13 @@ async def test_json_has_every_finding_and_a_stable_schema() -> None:
     assert (report["schema"], report["verdict"], report["exit_code"]) == (1, "broken", 1)
     assert report["findings"] == [
         {
-            "id": one.id,
-            "severity": one.severity,
-            "subject": one.subject,
-            "seen": one.seen,
-            "change": one.change,
+            "id": finding.id,
+            "severity": finding.severity,
+            "subject": finding.subject,
+            "seen": finding.seen,
+            "change": finding.change,
         }
-        for one in findings
+        for finding in findings
     ]
     engines = report["engines"]
     assert isinstance(engines, list)
@@ -183,13 +185,13 @@ async def test_the_text_begins_with_the_verdict_and_is_grouped_by_engine() -> No
         f"prefill {r.prefill[1].url}",
         f"decode {r.decode.url}",
     ]
-    worst = next(one for one in findings if one.severity is Severity.ERROR)
+    worst = next(finding for finding in findings if finding.severity is Severity.ERROR)
     start = f"Start with {worst.id} ({worst.subject}): {worst.seen} -> {worst.change}"
     assert re.fullmatch(rf"broken: 1 error, \d notes in 3 engines\. {re.escape(start)}", lines[0])
     assert quiet.startswith(lines[0])
-    for one in findings:
-        assert one.id in text
-        assert (one.id in quiet) == (one.severity is not Severity.OK)
+    for finding in findings:
+        assert finding.id in text
+        assert (finding.id in quiet) == (finding.severity is not Severity.OK)
 
 
 def test_the_command_on_engines_that_are_not_there(tmp_path: Path) -> None:
@@ -207,7 +209,7 @@ def test_the_command_on_engines_that_are_not_there(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "Traceback" not in done.stdout + done.stderr
     assert " in 2 engines. Start with reach.unreachable (http://127.0.0.1:1): " in done.stdout
-    assert {one["id"] for one in json.loads(path.read_text())["findings"]} == {
+    assert {finding["id"] for finding in json.loads(path.read_text())["findings"]} == {
         "reach.unreachable",
         "reach.no-pair",
     }
@@ -262,8 +264,8 @@ async def test_an_engine_that_answers_nonsense_over_http_is_a_finding() -> None:
             r.router.answers["/server_info"] = (200, body.decode("latin-1"))
             r.urls[r.decode.url] = r.router.url
             findings = await r.examine()
-            assert "reach.not-sglang" in {one.id for one in findings}
-        assert "bootstrap.not-one" in {one.id for one in findings}
+            assert "reach.not-sglang" in {finding.id for finding in findings}
+        assert "bootstrap.not-one" in {finding.id for finding in findings}
 
 
 # A real router --------------------------------------------------------------------------------
@@ -285,16 +287,16 @@ async def test_a_router_alone_names_the_engines_and_says_what_arrives() -> None:
                 while True:
                     facts = await gather(parse_options(["--router", url, *keys]))
                     findings = judge(facts)
-                    heard = [one for one in findings if one.id == "endforward.ok"]
+                    heard = [finding for finding in findings if finding.id == "endforward.ok"]
                     if verdict(findings) is not Verdict.BROKEN and len(heard) == len(r.engines):
                         break
             assert [engine.url for engine in facts.engines] == [e.url for e in r.engines]
             for engine in r.engines:
-                mine = {one.id for one in findings if one.subject == engine.url}
+                mine = {finding.id for finding in findings if finding.subject == engine.url}
                 assert {"endforward.ok", "plugin.ok"} <= mine
             assert facts.heard is None, "a router that answers has the port"
             found = judge(await gather(parse_options(["--router", url])))
-            assert "router.key" in {one.id for one in found}
+            assert "router.key" in {finding.id for finding in found}
         finally:
             await server.stop(grace_s=0.0)
 

@@ -179,7 +179,9 @@ def closed_port(c: Cluster) -> ClusterFacts:
 
 def test_a_deployment_with_everything_has_every_row_on() -> None:
     rows = Cluster().rows()
-    assert {row.id: row.state for row in rows.values()} == {one.id: "on" for one in FEATURES}
+    assert {row.id: row.state for row in rows.values()} == {
+        feature.id: "on" for feature in FEATURES
+    }
     assert not any(row.change for row in rows.values())
 
 
@@ -301,7 +303,7 @@ def test_each_row_tells_what_keeps_it_from_being_on(
 
 def test_each_row_is_broken_by_some_test() -> None:
     (mark,) = test_each_row_tells_what_keeps_it_from_being_on.pytestmark  # type: ignore[attr-defined]
-    assert {case[0] for case in mark.args[1]} == {one.id for one in FEATURES}
+    assert {case[0] for case in mark.args[1]} == {feature.id for feature in FEATURES}
 
 
 def test_a_front_end_of_several_is_one_of_several() -> None:
@@ -402,7 +404,7 @@ def test_json_has_every_row() -> None:
     facts = Cluster().facts()
     report = orjson.loads(orjson.dumps(features_json(facts, feature_rows(facts))))
     assert (report["schema"], report["exit_code"], report["router"]) == (1, 0, "http://r:1")
-    assert [row["id"] for row in report["features"]] == [one.id for one in FEATURES]
+    assert [row["id"] for row in report["features"]] == [feature.id for feature in FEATURES]
     assert set(report["features"][0]) == {"id", "title", "state", "why", "change"}
 
 
@@ -467,9 +469,9 @@ async def test_a_running_router_says_what_its_flags_turn_on() -> None:
 
 
 def test_every_row_says_what_it_is_and_what_turns_it_on() -> None:
-    assert len({one.id for one in FEATURES}) == len(FEATURES)
-    for one in FEATURES:
-        assert meanings("features.md")[one.id].endswith(".") and one.turn_on, one.id
+    assert len({feature.id for feature in FEATURES}) == len(FEATURES)
+    for feature in FEATURES:
+        assert meanings("features.md")[feature.id].endswith(".") and feature.turn_on, feature.id
 
 
 def test_the_docs_say_what_is_on_where() -> None:

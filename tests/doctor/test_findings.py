@@ -93,8 +93,10 @@ async def test_a_defect_is_found(finding_id: str) -> None:
         if done is not None:
             await done
         findings = await r.examine()
-    found = [one for one in findings if one.id == finding_id and one.subject == subject]
-    assert found, sorted((one.id, one.subject) for one in findings)
+    found = [
+        finding for finding in findings if finding.id == finding_id and finding.subject == subject
+    ]
+    assert found, sorted((finding.id, finding.subject) for finding in findings)
     assert found[0].seen
     assert found[0].change, "what to do about it"
     assert finding_id not in HEALTHY
@@ -108,9 +110,13 @@ async def test_what_delays_and_reorders_is_named_with_what_to_change() -> None:
         was = dict(facts.engines[index].data)
         facts.engines[index].data.update(fields)
         url = facts.engines[index].url
-        findings = [one for one in judge(facts) if one.subject == url]
+        findings = [finding for finding in judge(facts) if finding.subject == url]
         facts.engines[index].data = was
-        return {one.id: (one.seen, one.change) for one in findings if one.id.startswith("flags.")}
+        return {
+            finding.id: (finding.seen, finding.change)
+            for finding in findings
+            if finding.id.startswith("flags.")
+        }
 
     held = {
         "enable_prefill_delayer": True,
@@ -141,7 +147,7 @@ async def test_the_most_requests_of_a_pass_are_among_the_limits() -> None:
     async with rig() as r:
         r.prefill[0].info["prefill_max_requests"] = 6
         findings = await r.examine()
-    uneven = next(one for one in findings if one.id == "limits.uneven")
+    uneven = next(finding for finding in findings if finding.id == "limits.uneven")
     assert "6 requests per rank and pass" in uneven.seen
 
 
@@ -153,7 +159,7 @@ async def test_an_exact_cache_and_keys_that_fit() -> None:
         r.serve_router()
         findings = await r.examine()
     assert ids(findings) >= HEALTHY_ELSEWHERE, findings
-    worse = {one.id for one in findings if one.severity is not Severity.OK}
+    worse = {finding.id for finding in findings if finding.severity is not Severity.OK}
     assert worse == {"pair.retraction-key"}, "decode's own requests to prefill send no key"
     assert "secret" not in str(findings)
 
@@ -188,7 +194,9 @@ async def test_ranks_that_serve_by_themselves_are_all_asked() -> None:
         assert asked.port == prefill.port
         prefill.lost_ranks.add(1)
         (named,) = (
-            one for one in judge(await gather(parse_options(words))) if one.subject == prefill.url
+            finding
+            for finding in judge(await gather(parse_options(words)))
+            if finding.subject == prefill.url
         )
         assert named.id == "reach.rank-server"
         assert f"http://127.0.0.1:{prefill.port + 1}" in named.seen
@@ -406,7 +414,7 @@ async def test_ports_of_other_nodes_are_looked_at_where_their_ranks_speak_from()
         port, replay = free_ports(DP)[0], free_ports(DP)[0]
         r.prefill[0].says["kv_address"] = KvAddress("", port, replay)
         url = r.prefill[0].url
-        found = {one.id: one for one in await r.examine() if one.subject == url}
+        found = {finding.id: finding for finding in await r.examine() if finding.subject == url}
         assert found["cache.unreachable"].seen == (
             f"no connection to 127.0.0.1:{port} (rank 1 on node 1), "
             f"127.0.0.1:{replay} (rank 1 on node 1, replays)"
@@ -420,7 +428,9 @@ async def test_a_rank_of_another_node_that_does_not_report_is_named_with_what_to
     async with rig() as r:
         lies_over_two_nodes(r)
         r.prefill[0].speaks.remove(1)
-        found = [one for one in await r.examine() if one.id == "endforward.rank-missing"]
-        assert [one.subject for one in found] == [r.prefill[0].url]
+        found = [
+            finding for finding in await r.examine() if finding.id == "endforward.rank-missing"
+        ]
+        assert [finding.subject for finding in found] == [r.prefill[0].url]
         assert "rank 1 (node 1)" in found[0].seen
         assert f"let node 1 connect to {r.endpoint}" in found[0].change

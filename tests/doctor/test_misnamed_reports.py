@@ -23,12 +23,14 @@ async def test_reports_of_another_engine_that_name_this_one_are_told_of_and_not_
             findings = await r.examine()
         finally:
             await stranger.stop()
-    (found,) = [one for one in findings if one.id == "plugin.instance-id"]
+    (found,) = [finding for finding in findings if finding.id == "plugin.instance-id"]
     assert found.subject == named.url
     assert "10.0.0.9:5000" in found.seen
     assert named.url in found.change
     assert "10.0.0.9:5000" in found.change
     of_named = [
-        one.seen for one in findings if (one.id, one.subject) == ("endforward.ok", named.url)
+        finding.seen
+        for finding in findings
+        if (finding.id, finding.subject) == ("endforward.ok", named.url)
     ]
     assert f"of all {DP} ranks" in of_named[0]

@@ -39,7 +39,7 @@ async def test_every_pair_spells_a_prefill_as_a_router_would(
     options = parse_options(["--prefill", prefill[0].url, "--decode", decode[0].url])
     async with aiohttp.ClientSession() as session:
         results = await pairs.probe_pairs(session, options, prefill, decode)
-    assert [one.failure for one in results] == ["", ""]
+    assert [result.failure for result in results] == ["", ""]
     assert len(hosts) == 2
     assert len(set(hosts.values())) == 1
     assert set(hosts.values()) != {"10.0.0.1"}

@@ -132,10 +132,10 @@ def test_a_forward_names_the_requests_whose_prompts_end_in_it(overlap: bool) -> 
 
 def test_a_request_that_decodes_in_a_mixed_pass_ended_its_prompt_before() -> None:
     rank = Rank(Role.NULL)
-    one = Req("one", 30)
+    request = Req("one", 30)
     for number in range(2):
-        one.extend_end = 30 + number
-        rank.overlap_turn(Batch(Mode.EXTEND, [one], 30))
+        request.extend_end = 30 + number
+        rank.overlap_turn(Batch(Mode.EXTEND, [request], 30))
     rank.overlap_turn(None)
     assert [m.finished for m in rank.sink.of("forward")] == [["one"], []]
 
@@ -144,8 +144,8 @@ def test_the_first_pass_of_a_request_says_what_was_cached_of_it() -> None:
     rank = Rank()
     rank.scheduler.waiting_queue = [Req("a", 3000, cached=448), Req("b", 20)]
     launch_all(rank)
-    started = [one for m in rank.sink.of("launch") for one in m.started]
-    assert [(one.rid, one.cached_tokens) for one in started] == [("a", 448), ("b", 0)]
+    started = [request for m in rank.sink.of("launch") for request in m.started]
+    assert [(request.rid, request.cached_tokens) for request in started] == [("a", 448), ("b", 0)]
 
 
 def test_cached_tokens_are_those_of_the_pass() -> None:
@@ -346,8 +346,12 @@ def test_requests_have_the_ids_that_their_router_gave_them() -> None:
     assert batch is not None
     rank.overlap_turn(batch)
     (launch,) = rank.sink.of("launch")
-    assert [one.rid for one in launch.started] == ["sbs-1", "sbs-2", "of#a-user"]
-    assert [rid for one in rank.messages for rid in one.rids] == ["sbs-1", "sbs-2", "of#a-user"]
+    assert [request.rid for request in launch.started] == ["sbs-1", "sbs-2", "of#a-user"]
+    assert [rid for message in rank.messages for rid in message.rids] == [
+        "sbs-1",
+        "sbs-2",
+        "of#a-user",
+    ]
 
 
 def without_gather(monkeypatch: pytest.MonkeyPatch) -> Rank:
@@ -378,7 +382,7 @@ def test_dp_attention_that_the_release_does_not_count_is_a_barrier() -> None:
         **vars(replica.scheduler.ps) | {"attn_dp_size": 1, "dp_size": 2, "dp_rank": 1}
     )
     replica.idle()
-    assert [one.messages[0].barrier for one in (rank, replica)] == [True, False]
+    assert [process.messages[0].barrier for process in (rank, replica)] == [True, False]
 
 
 @pytest.mark.parametrize("overlap", [True, False])

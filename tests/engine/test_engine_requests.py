@@ -97,7 +97,7 @@ def test_more_rids_than_fit_come_with_the_next_message() -> None:
     rank.clock.now_s += 2
     rank.idle()
     assert [len(m.rids) for m in rank.messages] == [MAX_RIDS, 3]
-    assert [[one.rid for one in m.accepted] for m in rank.messages] == [
+    assert [[request.rid for request in m.accepted] for m in rank.messages] == [
         m.rids for m in rank.messages
     ]
     assert rank.messages[0].rids + rank.messages[1].rids == rids

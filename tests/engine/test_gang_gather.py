@@ -57,7 +57,7 @@ def test_all_ranks_get_a_word_their_own_among_them(tag: int, word: Word) -> None
     assert second.words_of(tag) == {}
     gathered(infos(3), ranks)
     expected = Word(int(word.ready_turn > 0), word.arrived, int(word.gave_up_turn > 0))
-    assert all(one.is_open for one in ranks)
+    assert all(rank.is_open for rank in ranks)
     assert first.words_of(tag) == second.words_of(tag) == third.words_of(tag) == {1: expected}
 
 

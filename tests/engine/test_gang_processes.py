@@ -45,10 +45,10 @@ class Team:
         reported: list[list[int]] = []
 
         def reduce(_queue: Queue) -> list[Req]:
-            rids = {tuple(req.rid for req in one.queue.queue) for one in self.processes}
+            rids = {tuple(req.rid for req in each.queue.queue) for each in self.processes}
             assert len(rids) == 1, "processes see different queues"
             reported.extend(
-                [req.disagg_kv_sender.poll() for req in one.queue.queue] for one in self.processes
+                [req.disagg_kv_sender.poll() for req in each.queue.queue] for each in self.processes
             )
             return []
 
@@ -62,15 +62,15 @@ class Team:
             for req, state in zip(self.first.queue.queue, agreed, strict=True)
             if state != WAITING
         ]
-        for one in self.processes:
-            one.queue.queue = [req for req in one.queue.queue if req.rid not in gone]
+        for each in self.processes:
+            each.queue.queue = [req for req in each.queue.queue if req.rid not in gone]
         return [rid.removeprefix(SIZED_RID_PREFIX) for rid in gone]
 
     def turn(self, after_s: float = 0.001) -> list[str]:
         self.first.clock.now_s += after_s
         popped = self.pop()
-        for one in self.processes:
-            one.hold.before_next_batch(one.queue.scheduler)
+        for each in self.processes:
+            each.hold.before_next_batch(each.queue.scheduler)
         return popped
 
     def turns_until_pop(self) -> int:
@@ -186,8 +186,8 @@ def test_an_error_in_one_process_leaves_all_with_the_same_queue(number: int) -> 
 
 def test_what_starts_without_its_handshake_is_not_held() -> None:
     rank, part = team()[0], GangPart(1, 2, 1)
-    for one in rank.processes:
-        one.queue.can_prefill_before_bootstrap = lambda _req: True  # type: ignore[attr-defined]
+    for process in rank.processes:
+        process.queue.can_prefill_before_bootstrap = lambda _req: True  # type: ignore[attr-defined]
     rank.add("a", part)
     assert rank.turn() == ["a"]
 
@@ -202,7 +202,7 @@ def test_two_dp_ranks_of_two_processes_start_a_gang_in_the_same_turn() -> None:
         assert (first.turn(), second.turn()) == ([], [])
     late.state = READY
     started = [(first.turn(), second.turn()) for _ in range(4)]
-    assert [one for one in started if any(one)] == [(["a"], ["b"])]
+    assert [batch for batch in started if any(batch)] == [(["a"], ["b"])]
     assert len(hearsay.opened) == len(set(hearsay.opened)) == 2 * 2 + 2, "an address is taken twice"
 
 

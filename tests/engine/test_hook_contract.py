@@ -165,6 +165,6 @@ def test_the_installed_release_is_as_the_page_says() -> None:
 def test_the_page_says_what_every_release_has() -> None:
     """Red for a release that the page does not know: run ``python -m tools.hook_contract``, read
     what changed, mend the hooks or put the new line into the page."""
-    assert [hook_contract.row_of(one) for one in hook_contract.releases()] == (
+    assert [hook_contract.row_of(release) for release in hook_contract.releases()] == (
         hook_contract.rows_of_page()
     )

@@ -23,8 +23,8 @@ def test_blocks_are_of_equal_time_and_not_too_many():
 def test_a_known_ratio_is_found():
     values = [1.0 + index % 7 for index in range(500)]
     found = ratios([[0.5 * value for value in values]], [values], [i // 25 for i in range(500)])
-    for one in (found.mean, found.p99):
-        assert (one.ratio, one.low, one.high) == pytest.approx((0.5, 0.5, 0.5))
+    for estimate in (found.mean, found.p99):
+        assert (estimate.ratio, estimate.low, estimate.high) == pytest.approx((0.5, 0.5, 0.5))
 
 
 def test_the_interval_holds_the_truth_about_as_often_as_it_says():
@@ -36,9 +36,9 @@ def test_the_interval_holds_the_truth_about_as_often_as_it_says():
             # Requests of one moment share its queue, so single requests are not independent.
             busy, gain = rng.lognormvariate(0, 0.5), rng.lognormvariate(-0.3, 0.3)
             for _ in range(20):
-                one = busy * rng.expovariate(1)
-                ran.append(one)
-                other.append(gain * one)
+                value = busy * rng.expovariate(1)
+                ran.append(value)
+                other.append(gain * value)
                 blocks.append(block)
         truth = 2.718281828 ** (-0.3 + 0.3**2 / 2)
         found = ratios([other], [ran], blocks, seed=trial).mean

@@ -42,17 +42,17 @@ def p99(values: list[float]) -> float:
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_evaluate_predicts_the_same_arrivals_under_another_policy(round_robin, seed, capsys):
-    one = round_robin(seed)
-    code, found = evaluate(one.log, "--policies", "sbs")
+    recording = round_robin(seed)
+    code, found = evaluate(recording.log, "--policies", "sbs")
     assert code == 0
     assert found["calibration"]["mean"] == pytest.approx(1, abs=0.03)
     assert found["calibration"]["p99"] == pytest.approx(1, abs=0.1)
 
     # The truth is another run of the very cluster, which the evaluation knows only from its log.
-    counted = range(len(one.sent) - found["requests"], len(one.sent))
-    real = ran("sbs", one.sent, msgspec.structs.replace(SPEC, seed=200 + seed))
+    counted = range(len(recording.sent) - found["requests"], len(recording.sent))
+    real = ran("sbs", recording.sent, msgspec.structs.replace(SPEC, seed=200 + seed))
     sbs_s = [real.requests[i].ttft_s for i in counted]
-    was_s = [one.outcome.requests[i].ttft_s for i in counted]
+    was_s = [recording.outcome.requests[i].ttft_s for i in counted]
     sbs, ratio = found["policies"]["sbs"], statistics.fmean(sbs_s) / statistics.fmean(was_s)
     assert sbs["mean_ratio"] == pytest.approx(ratio, rel=0.04)
     assert sbs["low"] <= ratio <= sbs["high"]
@@ -73,10 +73,10 @@ def test_a_policy_that_ran_gets_a_ratio_of_one(round_robin):
 
 
 def test_replayed_requests_leave_at_their_recorded_times_and_places(round_robin):
-    one = round_robin(1)
-    work = workload_of(read_recording(one.log))
-    sent = [(r.prefill, r.decode[1], r.dispatched_s) for r in one.outcome.requests]
-    start_s = one.sent[0].at_s
+    recording = round_robin(1)
+    work = workload_of(read_recording(recording.log))
+    sent = [(r.prefill, r.decode[1], r.dispatched_s) for r in recording.outcome.requests]
+    start_s = recording.sent[0].at_s
     for placement, (prefill, decode_rank, at_s) in zip(work.placements, sent, strict=True):
         assert (placement.instance, placement.rank) == prefill
         assert placement.decode_rank == decode_rank
@@ -138,7 +138,7 @@ def test_a_log_under_sbs_is_a_workload_too(tmp_path):
     # One run of so few requests differs from the next by several per cent.
     specs = [msgspec.structs.replace(SPEC, seed=seed) for seed in (9, 10, 11)]
     real = [ran("round_robin", sent, spec) for spec in specs]
-    ratio = statistics.fmean(one.requests[i].ttft_s for one in real for i in counted) / (
+    ratio = statistics.fmean(outcome.requests[i].ttft_s for outcome in real for i in counted) / (
         statistics.fmean(outcome.requests[i].ttft_s for i in counted)
     )
     assert found["policies"]["round_robin"]["mean_ratio"] == pytest.approx(ratio, rel=0.08)
@@ -171,12 +171,12 @@ def test_a_change_of_policy_is_noted(round_robin, tmp_path):
 
 def test_an_observed_log_counts_until_the_end_of_the_prompt(round_robin, tmp_path):
     log = tmp_path / "observed.events"
-    one = round_robin(2)
-    records = list(read_event_log(one.log))
+    recording = round_robin(2)
+    records = list(read_event_log(recording.log))
     # An observer hears of each instance when it first speaks, here after the first request.
     ups = [record for record in records[1:] if isinstance(record.event, InstanceUp)]
     others = [record for record in records[1:] if record not in ups]
-    first = next(i for i, one in enumerate(others) if isinstance(one.event, RequestArrived))
+    first = next(i for i, entry in enumerate(others) if isinstance(entry.event, RequestArrived))
     heard_s = others[first].now_s + 1e-6
     ups = [LogRecord(heard_s, record.event, record.commands) for record in ups]
     writer = EventLogWriter(log, SchedulerConfig(), observed=True)
@@ -194,7 +194,9 @@ def test_an_observed_log_counts_until_the_end_of_the_prompt(round_robin, tmp_pat
     assert found["measured_until"] == "end of the prompt"
     assert found["ran"] == ["another router"]
     assert found["calibration"]["mean"] == pytest.approx(1, abs=0.03)
-    ends_s = [r.ttft_s - SPEC.first_token_s for r in one.outcome.requests[-found["requests"] :]]
+    ends_s = [
+        r.ttft_s - SPEC.first_token_s for r in recording.outcome.requests[-found["requests"] :]
+    ]
     late_s = SPEC.feedback_latency_s  # the fastest message is taken as instant
     assert found["measured_mean_s"] == pytest.approx(statistics.fmean(ends_s) + late_s, rel=1e-3)
     assert any("TTFT is counted until the end of the prompt" in note for note in found["notes"])
@@ -291,11 +293,11 @@ def test_lines_tell_how_far_it_is_where_there_is_no_terminal(round_robin, capsys
 def test_cached_prompts_are_found_in_the_simulated_caches(tmp_path):
     spec = msgspec.structs.replace(SPEC, block_tokens=64, chunk_tokens=2048)
     sent = []
-    for index, one in enumerate(arrivals(6, qps=10)):
-        own = range(10_000 + 100 * index, 10_000 + 100 * index + one.prompt_tokens // 64)
+    for index, arrival in enumerate(arrivals(6, qps=10)):
+        own = range(10_000 + 100 * index, 10_000 + 100 * index + arrival.prompt_tokens // 64)
         shared = range(100 * (index % 5), 100 * (index % 5) + 8)
-        tokens = 512 + one.prompt_tokens
-        sent.append(one._replace(prompt_tokens=tokens, blocks=(*shared, *own)))
+        tokens = 512 + arrival.prompt_tokens
+        sent.append(arrival._replace(prompt_tokens=tokens, blocks=(*shared, *own)))
     log = tmp_path / "cached.events"
     ran("sbs", sent, spec, log)
     code, found = evaluate(log, "--policies", "sbs,round_robin")

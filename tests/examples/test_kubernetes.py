@@ -353,12 +353,12 @@ def test_routers_know_every_scheduler_by_the_name_it_gives_itself(tmp_path: Path
 
 def test_no_single_pod_or_node_is_all_there_is() -> None:
     for kind in ("Deployment", "StatefulSet"):
-        (one,) = of_kind(kind)
-        assert one["spec"]["replicas"] == 2
-        (spread,) = one["spec"]["template"]["spec"]["topologySpreadConstraints"]
+        (only,) = of_kind(kind)
+        assert only["spec"]["replicas"] == 2
+        (spread,) = only["spec"]["template"]["spec"]["topologySpreadConstraints"]
         assert (spread["topologyKey"], spread["maxSkew"]) == ("kubernetes.io/hostname", 1)
-        labels = one["spec"]["template"]["metadata"]["labels"]
-        assert spread["labelSelector"]["matchLabels"] == one["spec"]["selector"]["matchLabels"]
+        labels = only["spec"]["template"]["metadata"]["labels"]
+        assert spread["labelSelector"]["matchLabels"] == only["spec"]["selector"]["matchLabels"]
         assert labels.items() >= spread["labelSelector"]["matchLabels"].items()
 
 
@@ -406,12 +406,12 @@ def selected(selector: dict[str, Any]) -> set[str]:
     """Pods that a label selector takes, as Kubernetes does for ``In``."""
     wanted = selector.get("matchLabels", {}).items()
     expressions = selector.get("matchExpressions", ())
-    assert all(one["operator"] == "In" for one in expressions)
+    assert all(expression["operator"] == "In" for expression in expressions)
     return {
         name
         for name, template in pods().items()
         if wanted <= (labels := template["metadata"]["labels"]).items()
-        and all(labels.get(one["key"]) in one["values"] for one in expressions)
+        and all(labels.get(expression["key"]) in expression["values"] for expression in expressions)
     }
 
 

@@ -163,13 +163,13 @@ def test_a_place_that_is_no_better_in_time_is_not_said_to_be() -> None:
 def test_every_word_of_the_vocabulary_has_a_sentence_of_its_own() -> None:
     why = a_story().attempts[0].why
     assert why is not None
-    openings = {words.opening(msgspec.structs.replace(why, opening=one)) for one in Opening}
-    terms = {words.term(msgspec.structs.replace(why, term=one)) for one in Term}
-    waits = {words.wait(Waited(one, 100.0), 100.0) for one in WaitReason}
+    openings = {words.opening(msgspec.structs.replace(why, opening=kind)) for kind in Opening}
+    terms = {words.term(msgspec.structs.replace(why, term=kind)) for kind in Term}
+    waits = {words.wait(Waited(reason, 100.0), 100.0) for reason in WaitReason}
     assert len(openings) == len(Opening)
     assert len(terms) == len(Term)
     assert len(waits) == len(WaitReason)
-    assert not [one for one in (*openings, *terms, *waits) if not one]
+    assert not [text for text in (*openings, *terms, *waits) if not text]
 
 
 # Event logs -------------------------------------------------------------------------------------
@@ -262,7 +262,8 @@ def test_a_log_is_shown_with_its_figures_and_slowest_requests(logged, capsys) ->
     held = sorted(sent.held_s for sent in cluster.sent)
     assert f"held by the scheduler: p50 {words.ms(held[50])}, p95 {words.ms(held[95])}" in lines
     assert (
-        len(lines[lines.index(next(one for one in lines if one.startswith("The slowest"))) :]) == 5
+        len(lines[lines.index(next(line for line in lines if line.startswith("The slowest"))) :])
+        == 5
     )
     assert main(["log", str(path), "--json"]) == 0
     shown = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

@@ -84,7 +84,7 @@ class Cluster:
             arrival = RequestArrived(rid=f"r{number}", prompt_tokens=tokens, max_new_tokens=10)
             self.at(at_s, lambda arrival=arrival: self.tell(arrival))
         while self._timers or self.scheduler.queue:
-            next_s = min([one[0] for one in self._timers], default=float("inf"))
+            next_s = min([timer[0] for timer in self._timers], default=float("inf"))
             if self._wake_s < next_s:
                 self.now_s, self._wake_s = max(self.now_s, self._wake_s), float("inf")
                 self.tell(TimerFired())

@@ -40,7 +40,7 @@ class Rank:
         }
 
     def say(self, at_s: float, kind: str = "heartbeat", *, transit_s=TRANSIT_S, **fields) -> None:
-        fields.setdefault("rids", [one.rid for one in fields.get("accepted", [])])
+        fields.setdefault("rids", [request.rid for request in fields.get("accepted", [])])
         message = EndForward(**self.fixed, seq=self.seq, kind=kind, **({"sent_s": at_s} | fields))
         self.seq += 1
         self.recorder.receive(message, at_s + BEHIND_S + transit_s)

@@ -108,10 +108,10 @@ def test_an_older_plugin_and_lost_messages_are_named(tmp_path: Path) -> None:
     rank.say(1.0)
     rank.seq = 4
     rank.say(2.0, accepted_requests=2)
-    (line,) = [one for one in torn.summary("") if one.startswith("incomplete")]
+    (line,) = [row for row in torn.summary("") if row.startswith("incomplete")]
     assert "3 messages of" in line
     torn.receiver.counts["superseded"] = 2
-    (line,) = [one for one in torn.summary("") if one.startswith("incomplete")]
+    (line,) = [row for row in torn.summary("") if row.startswith("incomplete")]
     assert "1 message of" in line
 
 

@@ -33,7 +33,7 @@ CLOCK_S = BEHIND_S + TRANSIT_S
 
 
 def records_of(recorder: TrafficRecorder, event: type) -> list:
-    return [one for one in recorder.due(float("inf")) if isinstance(one.event, event)]
+    return [entry for entry in recorder.due(float("inf")) if isinstance(entry.event, event)]
 
 
 def test_an_observed_log_has_arrivals_placement_passes_and_ends_of_prompts(tmp_path: Path) -> None:
@@ -52,14 +52,18 @@ def test_an_observed_log_has_arrivals_placement_passes_and_ends_of_prompts(tmp_p
     asked = [(r.event.prompt_tokens, r.event.max_new_tokens) for _, r in arrived.values()]
     assert asked == [(1500, 64), (300, None), (200, None)]
     placed = [record.commands[0] for _, record in arrived.values()]
-    assert all(isinstance(one, Dispatch) for one in placed)
-    assert [(one.prefill, one.prefill_rank) for one in placed] == [
+    assert all(isinstance(placement, Dispatch) for placement in placed)
+    assert [(placement.prefill, placement.prefill_rank) for placement in placed] == [
         (PREFILL, 0),
         (PREFILL, 1),
         (PREFILL, 0),
     ]
     # Only the decode rank of `a` reported a bootstrap room; prefill and decode differ in the rid.
-    assert [(one.decode, one.decode_rank) for one in placed] == [(DECODE, 1), ("", 0), ("", 0)]
+    assert [(placement.decode, placement.decode_rank) for placement in placed] == [
+        (DECODE, 1),
+        ("", 0),
+        ("", 0),
+    ]
     done = [r for r in records if isinstance(r.event, PrefillDone)]
     assert [(r.event.rid, r.event.cached_tokens, round(r.now_s - CLOCK_S, 4)) for r in done] == [
         ("b", 0, 10.21),
@@ -67,8 +71,10 @@ def test_an_observed_log_has_arrivals_placement_passes_and_ends_of_prompts(tmp_p
         ("c", 0, 10.42),
     ]
     ended = [r.event.report for r in records if isinstance(r.event, ForwardEnded)]
-    passes = [one for one in ended if one.kind == "forward"]
-    assert sorted((one.forward_id, one.dp_rank, one.extend_tokens) for one in passes) == [
+    passes = [a_pass for a_pass in ended if a_pass.kind == "forward"]
+    assert sorted(
+        (a_pass.forward_id, a_pass.dp_rank, a_pass.extend_tokens) for a_pass in passes
+    ) == [
         (1, 0, 1024),
         (1, 1, 300),
         (2, 0, 576),
@@ -186,7 +192,7 @@ def test_requests_of_a_first_pass_began_when_the_pass_before_it_ended() -> None:
     seen = {}
     recorder = TrafficRecorder(on_request=lambda request: seen.update({request.rid: request}))
     hear_three_requests(recorder)
-    began = {rid: round(one.arrived_s + one.waited_s, 4) for rid, one in seen.items()}
+    began = {rid: round(request.arrived_s + request.waited_s, 4) for rid, request in seen.items()}
     assert began == {"a": 10.01, "b": 10.01, "c": 10.22}
 
 

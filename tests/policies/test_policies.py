@@ -40,7 +40,7 @@ def test_ours_conform(name: str) -> None:
         check.run(name, REQUESTS)
 
 
-@pytest.mark.parametrize("emulation", EMULATIONS, ids=lambda one: one.name)
+@pytest.mark.parametrize("emulation", EMULATIONS, ids=lambda policy: policy.name)
 def test_emulations_conform(emulation: PolicySpec, registered: Any) -> None:
     if spec_of(emulation.name) is None:
         registered(emulation)
@@ -180,7 +180,7 @@ def test_the_page_of_policies_says_what_the_code_says(
 ) -> None:
     page = (ROOT / "docs" / "policies.md").read_text()
     sections = [markdown(require(name)) for name in policy_names()]
-    missing = [one.splitlines()[0] for one in sections if one not in page]
+    missing = [section.splitlines()[0] for section in sections if section not in page]
     assert missing == []
     assert page.count("\n## ") == len(sections)
     assert main(["--markdown"]) == 0

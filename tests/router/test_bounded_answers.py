@@ -35,7 +35,7 @@ def test_an_abort_is_found_in_an_answer_however_it_comes(size: int, cut: int) ->
     for at in range(0, len(answer), cut):
         leg.body_received(answer[at : at + cut])
     leg.message_complete()
-    ((status, message),) = [(one.status, one.message) for one in failures]
+    ((status, message),) = [(failure.status, failure.message) for failure in failures]
     assert (status, message) == (
         (503, "no room") if size == 10 else (500, "request aborted by decode worker")
     )

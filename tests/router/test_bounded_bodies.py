@@ -239,8 +239,8 @@ async def test_unfinished_bodies_cannot_take_the_room_of_all() -> None:
         last, last_writer = await unfinished(c, 100_000)
         assert (await first.readline()).split()[1] == b"503"  # the largest has to go
         await until(lambda: bodies.held_bytes == 700_000)
-        for one in (writer, last_writer, *(other for _, other in others)):
-            one.close()
+        for connection in (writer, last_writer, *(other for _, other in others)):
+            connection.close()
         await until(lambda: bodies.held_bytes == 0)
         assert not bodies.coming
         del last
@@ -406,7 +406,9 @@ async def test_what_was_sent_is_not_kept_while_the_answer_is_waited_for() -> Non
         assert pair is not None
         assert (pair.prefill_call.payload, pair.decode_call.payload) == ((), ())
         kept = [getattr(pair, name) for name in dir(pair) if not name.startswith("__")]
-        assert not any(one is attempt or (isinstance(one, bytes | tuple) and one) for one in kept)
+        assert not any(
+            value is attempt or (isinstance(value, bytes | tuple) and value) for value in kept
+        )
         c.decode[0].gate.open()
         assert (await asked)[0] == 200
 

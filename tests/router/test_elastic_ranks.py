@@ -48,7 +48,7 @@ async def test_endforward_of_a_rank_that_joined_brings_it_in_and_loses_no_reques
             assert (await before)[0] == 200
             answers = [await c.generate(text="x") for _ in range(3)]
             assert [status for status, _ in answers] == [200] * 3
-            rooms = {one.body["bootstrap_room"] % 3 for one in engine.requests[1:]}
+            rooms = {request.body["bootstrap_room"] % 3 for request in engine.requests[1:]}
             assert rooms == {0, 1, 2}
             assert c.server.registry.reported(worker, engine.report(2))
             await c.settled()

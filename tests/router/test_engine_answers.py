@@ -368,8 +368,8 @@ def test_of_merged_answers_only_the_choices_are_touched(kind: Any) -> None:
 
 def test_dense_logprobs_of_several_megabytes_are_merged() -> None:
     plan = plan_request("chat", b'{"messages":[{"role":"user","content":"x"}],"n":2}')
-    one = b'{"token":"x","bytes":[1],"logprob":-0.1,"top_logprobs":[{"token":"x","bytes":[1]}]}'
-    content = b",".join([one] * 80_000)
+    entry = b'{"token":"x","bytes":[1],"logprob":-0.1,"top_logprobs":[{"token":"x","bytes":[1]}]}'
+    content = b",".join([entry] * 80_000)
     answer = b'{"choices":[{"index":0,"logprobs":{"content":[%b]}}]}' % content
     assert sum(map(len, merge_answers(plan, [answer, answer]))) > 2 * 6_000_000
 
@@ -447,7 +447,7 @@ async def test_an_abort_where_prefill_wants_a_key_is_explained(
             assert response.status == 200
             events = sse_events(await response.read())
         assert events[-1] == "[DONE]"
-        told = [one for one in events[:-1] if "error" in one]
+        told = [event for event in events[:-1] if "error" in event]
         assert len(told) == bool(key)
         assert not told or told == [events[-2]]
         assert not told or "without a key" in told[0]["error"]["message"]

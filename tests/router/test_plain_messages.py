@@ -131,7 +131,7 @@ async def test_log_alerts_and_workers_have_no_words_of_the_client(
         snapshot = running_.server.dispatcher.snapshot()
         problems = [(worker.url, text) for text in worker.problems.values()]
         alerts = find_alerts(snapshot, SchedulerConfig(), Recent(problems=problems))
-    told = " ".join([*worker.problems.values(), *(one.text for one in alerts), caplog.text])
+    told = " ".join([*worker.problems.values(), *(alert.text for alert in alerts), caplog.text])
     assert "cannot connect to 127.0.0.1:1: Connection refused" in told
     assert "ssl:default" not in told
 

@@ -46,7 +46,9 @@ async def test_an_absurd_number_of_prompt_tokens_reaches_the_scheduler_as_a_coun
             assert (await c.generate(text="x" * 400))[0] == 200
         await c.settled()
         done = c.scheduler.of(PrefillDone)
-        assert [(one.prompt_tokens, one.cached_tokens) for one in done] == [(MAX_COUNT, 0)] * 3
+        assert [(event.prompt_tokens, event.cached_tokens) for event in done] == [
+            (MAX_COUNT, 0)
+        ] * 3
         assert decode_to_scheduler(encode(done[0])) == done[0]
         c.check_books()
         tokens = [event.prompt_tokens for event in c.scheduler.of(RequestArrived)]

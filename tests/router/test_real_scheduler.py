@@ -25,13 +25,13 @@ async def test_every_policy_serves_every_request(policy: str) -> None:
     scheduler = Scheduler(SchedulerConfig(policy=policy))  # type: ignore[arg-type]
     async with cluster(prefill=3, decode=1, scheduler=scheduler) as c:
 
-        async def one(number: int) -> None:
+        async def ask(number: int) -> None:
             body = {"input_ids": [1] * (50 + number), "stream": number % 2 == 0}
             async with c.post("/generate", body) as response:
                 assert response.status == 200
                 await response.read()
 
-        await asyncio.gather(*(one(n) for n in range(60)))
+        await asyncio.gather(*(ask(n) for n in range(60)))
         await c.settled()
         snapshot = scheduler.snapshot(0.0)
         assert (snapshot.queue_requests, snapshot.in_flight_requests) == (0, 0)
@@ -79,12 +79,12 @@ async def test_a_worker_without_a_barrier_is_one_worker_to_everybody() -> None:
 
         bodies = [{"input_ids": [1] * 50, "stream": number % 2 == 0} for number in range(20)]
 
-        async def one(body: dict[str, Any]) -> None:
+        async def ask(body: dict[str, Any]) -> None:
             async with c.post("/generate", body) as response:
                 assert response.status == 200
                 await response.read()
 
-        await asyncio.gather(*map(one, bodies))
+        await asyncio.gather(*map(ask, bodies))
         await until(heard)
         await c.settled()
         ranks = [request.body["routed_dp_rank"] for request in engine.requests]
@@ -94,7 +94,7 @@ async def test_a_worker_without_a_barrier_is_one_worker_to_everybody() -> None:
         assert scheduler.prefill[f"{engine.url} rank 0"].tier != "endforward"
         async with c.get("/workers") as response:
             listed = (await response.json())["workers"]
-        (shown,) = [one for one in listed if one["url"] == engine.url]
+        (shown,) = [worker for worker in listed if worker["url"] == engine.url]
         assert (shown["ranks"], shown["barrier"]) == ("2 ranks, no barrier (--dwdp-size 2)", False)
         url = f"http://127.0.0.1:{c.server.prometheus_port}/metrics"
         async with c.client.get(url) as response:

@@ -47,10 +47,10 @@ async def test_refusals_are_one_line_and_a_count(caplog: Any) -> None:
             c.server.registry.set_healthy(worker, False, "GET /ping: no answer in time")
         for _ in range(20):
             assert (await c.generate(text="a"))[0] == 503
-        lines = [one.getMessage() for one in caplog.records if one.name == ACCESS]
+        lines = [record.getMessage() for record in caplog.records if record.name == ACCESS]
         assert len(lines) == 1
         assert "POST /generate 503 no_decode_servers" in lines[0]
-    last = [one for one in caplog.records if one.name == ACCESS][-1]
+    last = [record for record in caplog.records if record.name == ACCESS][-1]
     assert last.getMessage() == "503 no_decode_servers: 19 more refused within 5 s"
     assert last.levelno == logging.ERROR
 
@@ -65,7 +65,7 @@ async def test_refusals_are_counted_by_kind_until_there_are_none(caplog: Any) ->
     assert not refusals.is_news(503, "no_decode_servers")
     assert not refusals.is_news(503, "no_decode_servers")
     await until(lambda: caplog.records)
-    assert [one.getMessage() for one in caplog.records] == [
+    assert [record.getMessage() for record in caplog.records] == [
         "503 no_decode_servers: 2 more refused within 0.001 s"
     ]
     # Nothing was refused for a while, so the next one is news again.
@@ -79,7 +79,7 @@ async def delete(c: Cluster, path: str) -> tuple[int, Any]:
 
 async def test_a_worker_is_removed_by_its_url_and_the_answer_says_what_that_did() -> None:
     async with cluster(real=True, prefill=3) as c:
-        first, second, third = (one.url for one in c.prefill)
+        first, second, third = (engine.url for engine in c.prefill)
         status, told = await delete(c, f"/workers?url={quote(first, safe='')}")
         assert (status, told["url"], told["worker_type"], told["load"]) == (
             202,
@@ -102,7 +102,7 @@ async def test_a_worker_is_removed_by_its_url_and_the_answer_says_what_that_did(
         worker = c.server.registry.get(second)
         assert worker is not None
         assert (await delete(c, f"/workers/{worker.id}"))[1]["worker_id"] == worker.id
-        assert [one.url for one in c.server.registry] == [third]
+        assert [worker.url for worker in c.server.registry] == [third]
 
 
 @pytest.mark.parametrize(

@@ -352,14 +352,14 @@ async def _crowd(
     """One request after the other, none of which decode answers before all are there."""
     decode.gate.close()
 
-    async def one() -> int:
+    async def ask() -> int:
         async with session.post(url + probe.path, json=probe.body) as response:
             await response.read()
             return response.status
 
     tasks = []
     for _ in range(probe.times):
-        tasks.append(asyncio.create_task(one()))
+        tasks.append(asyncio.create_task(ask()))
         await asyncio.sleep(0.1)  # their order at the door
     refused = [task for task in tasks[1:] if await _over(task)]
     decode.gate.open()

@@ -77,7 +77,7 @@ async def over_tls(certificate: tuple[Path, Path]) -> None:
                 assert response.status == 200
             assert b"t1 t2 t3" in await ask(False)
             assert all(
-                one.patience_s != USUAL_PACE.grace_s for one in server.doorman._waiting.values()
+                wait.patience_s != USUAL_PACE.grace_s for wait in server.doorman._waiting.values()
             )
         assert prefill.requests[0].body["bootstrap_host"] == "127.0.0.1"
     finally:

@@ -176,8 +176,8 @@ class TestPbaa:
     )
     def test_requests_left_out_before_lose_no_request_and_overfill_no_rank(self, tokens, capacity):
         batch = [request(str(i), t, order=i) for i, (t, _) in enumerate(tokens)]
-        for one, (_, waited) in zip(batch, tokens, strict=True):
-            one.waited_batches = waited
+        for asked, (_, waited) in zip(batch, tokens, strict=True):
+            asked.waited_batches = waited
         placed, left = placed_on(batch, target(capacity, 1000))
         rids = [r.rid for r, _ in placed] + [r.rid for r in left]
         assert sorted(rids) == sorted(r.rid for r in batch)
@@ -256,8 +256,8 @@ class TestDecode:
 @pytest.mark.parametrize("rule", [potential, fewest_requests, iqr_lexicographic(1.5)])
 def test_ties_go_to_each_rank_in_turn(rule):
     """Short requests, each over before the next one comes: all 16 ranks get some."""
-    one, empty = [request("r", 10)], DecodeLoad(0, 0)
-    chosen = [schedule_decode(one, [empty] * 16, rule, first=n)["r"] for n in range(16)]
+    alone, empty = [request("r", 10)], DecodeLoad(0, 0)
+    chosen = [schedule_decode(alone, [empty] * 16, rule, first=n)["r"] for n in range(16)]
     assert sorted(chosen) == list(range(16))
 
 

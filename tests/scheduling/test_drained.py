@@ -61,7 +61,9 @@ def test_a_drained_decode_instance_keeps_its_books() -> None:
     first = driver.dispatched[0].decode
     driver.tell(InstanceDown(instance=first, drained=True))
     (state,) = [
-        one for one in driver.scheduler.snapshot(driver.now_s).decode if one.instance == first
+        instance
+        for instance in driver.scheduler.snapshot(driver.now_s).decode
+        if instance.instance == first
     ]
     assert (state.up, state.drained) == (False, True)
     assert sum(rank.running for rank in state.ranks) == 1

@@ -90,7 +90,9 @@ def test_what_is_on_its_way_for_a_pass_is_not_held(latency_s: float, qps: float,
     for policy in ("sbs", "eta"):
         arrivals = synthetic(qps, 50.0, uniform_like(3000), 7)
         requests = simulate(arrivals, scheduler_config(policy, 7), spec).requests
-        mean_s[policy] = sum(one.prefilled_s - one.arrived_s for one in requests) / len(requests)
+        mean_s[policy] = sum(request.prefilled_s - request.arrived_s for request in requests) / len(
+            requests
+        )
     assert mean_s["sbs"] < most * mean_s["eta"]
 
 

@@ -19,12 +19,12 @@ def with_a_batch_on_its_way() -> Driver:
     it.report("p0", dp=1, kind="launch", forward_id=1, extend_tokens=900, rids=["first"])
     it.arrive("second", 800)
     it.arrive("third", 800)
-    assert [one.rid for one in it.dispatched] == ["first", "second"]
+    assert [dispatch.rid for dispatch in it.dispatched] == ["first", "second"]
     return it
 
 
 def sent(it: Driver, rid: str) -> list[Dispatch]:
-    return [one for one in it.dispatched if one.rid == rid]
+    return [dispatch for dispatch in it.dispatched if dispatch.rid == rid]
 
 
 def test_nobody_joins_long_before_the_pass_is_formed():

@@ -90,9 +90,11 @@ def test_nothing_grows_with_the_requests_that_are_over(config: dict[str, Any], i
     assert cluster.finished == FINISHED
     # The generator of the policies that draw at random has a state of 625 numbers.
     sizes = [
-        one for one in containers(cluster.scheduler, "scheduler", set()) if "_random" not in one[0]
+        entry
+        for entry in containers(cluster.scheduler, "scheduler", set())
+        if "_random" not in entry[0]
     ]
-    assert max(size for _, size in sizes) <= MOST_ENTRIES, max(sizes, key=lambda one: one[1])
+    assert max(size for _, size in sizes) <= MOST_ENTRIES, max(sizes, key=lambda entry: entry[1])
 
 
 def test_adopted_requests_are_forgotten_by_ranks_that_never_report():
@@ -111,7 +113,7 @@ def test_adopted_requests_are_forgotten_by_ranks_that_never_report():
         )
         cluster.tell(RequestEnded(rid=f"a{i}", outcome="completed", completion_tokens=1))
     sizes = list(containers(cluster.scheduler, "scheduler", set()))
-    assert max(size for _, size in sizes) <= MOST_ENTRIES, max(sizes, key=lambda one: one[1])
+    assert max(size for _, size in sizes) <= MOST_ENTRIES, max(sizes, key=lambda entry: entry[1])
 
 
 def waiting(rid: str, order: int, tokens: int, deadline_s: float) -> Request:

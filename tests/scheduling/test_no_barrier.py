@@ -70,7 +70,9 @@ def arrive(
 
 
 def ranks_of(scheduler: Scheduler, now_s: float, name: str = "p") -> Any:
-    (state,) = [one for one in scheduler.snapshot(now_s).prefill if one.instance == name]
+    (state,) = [
+        instance for instance in scheduler.snapshot(now_s).prefill if instance.instance == name
+    ]
     return state
 
 
@@ -84,7 +86,7 @@ def test_a_rank_that_computes_is_not_taken_for_idle_because_another_counts_highe
     launch = says(1, dp_size=2, kind="launch", forward_id=3, extend_tokens=1000)
     scheduler.handle(launch, 1.0)
     busy, idle = scheduler.prefill["p rank 1"], scheduler.prefill["p rank 0"]
-    assert [one.tokens for one in busy.passes] == [[1000]]
+    assert [a_pass.tokens for a_pass in busy.passes] == [[1000]]
     assert busy.free_at_s(1.0, 0.0) > 1.1
     assert idle.idle
     assert [arrive(scheduler, f"r{i}", 1.01).prefill_rank for i in range(2)] == [0, 0]
@@ -113,15 +115,15 @@ def test_a_pass_of_one_rank_is_as_long_as_its_own_tokens_say() -> None:
     scheduler = scheduler_with(up(dp_size=2))
     fields = {"forward_id": 1, "extend_tokens": 400, "tokens_per_rank": [400, 1000]}
     scheduler.handle(says(0, dp_size=2, kind="launch", **fields), 1.0)
-    assert [one.tokens for one in scheduler.prefill["p rank 0"].passes] == [[400]]
+    assert [a_pass.tokens for a_pass in scheduler.prefill["p rank 0"].passes] == [[400]]
     assert not scheduler.prefill["p rank 1"].passes
 
 
 def test_each_request_lives_and_ends_at_its_rank() -> None:
     scheduler = scheduler_with(up(), policy="least_tokens")
     made = [arrive(scheduler, f"r{i}", 1.0) for i in range(4)]
-    assert [one.prefill for one in made] == ["p"] * 4
-    assert sorted(one.prefill_rank for one in made) == [0, 1, 2, 3]
+    assert [dispatch.prefill for dispatch in made] == ["p"] * 4
+    assert sorted(dispatch.prefill_rank for dispatch in made) == [0, 1, 2, 3]
     assert [r.flight_tokens for r in ranks_of(scheduler, 1.0).ranks] == [100] * 4
     named = made[2]
     accepted = says(named.prefill_rank, rids=[named.rid], kind="heartbeat", accepted_requests=1)
@@ -129,8 +131,8 @@ def test_each_request_lives_and_ends_at_its_rank() -> None:
     assert [r.flight_tokens for r in ranks_of(scheduler, 1.0).ranks].count(0) == 1
     scheduler.handle(PrefillDone(rid=named.rid), 1.2)
     assert [r.outstanding_requests for r in ranks_of(scheduler, 1.2).ranks].count(0) == 1
-    for one in made:
-        scheduler.handle(RequestEnded(rid=one.rid, outcome="completed"), 2.0)
+    for dispatch in made:
+        scheduler.handle(RequestEnded(rid=dispatch.rid, outcome="completed"), 2.0)
     assert [r.outstanding_requests for r in ranks_of(scheduler, 2.0).ranks] == [0] * 4
 
 
@@ -173,7 +175,7 @@ class Twin:
 
     def tell(self, event: Event, *others: Event) -> None:
         told = self.worker.handle(event, self.now_s)
-        other = [c for one in others for c in self.instances.handle(one, self.now_s)]
+        other = [c for other in others for c in self.instances.handle(other, self.now_s)]
         assert [self.inside(c) for c in told if not isinstance(c, WakeAt)] == [
             c for c in other if not isinstance(c, WakeAt)
         ]
@@ -239,8 +241,12 @@ def test_it_is_as_many_instances_of_one_rank(
             twin.tell(event, event)
     worker = twin.worker.snapshot(twin.now_s).prefill
     instances = twin.instances.snapshot(twin.now_s).prefill
-    assert [r for one in worker for r in one.ranks] == [r for one in instances for r in one.ranks]
-    assert sum(one.passes for one in worker) == sum(one.passes for one in instances)
+    assert [r for instance in worker for r in instance.ranks] == [
+        r for instance in instances for r in instance.ranks
+    ]
+    assert sum(instance.passes for instance in worker) == sum(
+        instance.passes for instance in instances
+    )
 
 
 # Membership -------------------------------------------------------------------------------------
@@ -259,7 +265,7 @@ def test_a_worker_that_stays_away_is_forgotten_with_all_its_ranks() -> None:
     scheduler = scheduler_with(up("p"), up("q"))
     scheduler.handle(InstanceDown(instance="p"), 1.0)
     scheduler.handle(up("r"), 1000.0)
-    assert {one.worker for one in scheduler.prefill.values()} == {"q", "r"}
+    assert {instance.worker for instance in scheduler.prefill.values()} == {"q", "r"}
     assert scheduler.lone.instances("p") == ["p"]
     assert scheduler.lone.outside("p rank 1", 0, 1).worker == "p rank 1"
 
@@ -267,7 +273,7 @@ def test_a_worker_that_stays_away_is_forgotten_with_all_its_ranks() -> None:
 def test_a_retry_avoids_all_ranks_of_the_worker_it_failed_on() -> None:
     scheduler = scheduler_with(up("p"), up("q", 1, barrier=True), policy="least_tokens")
     made = [arrive(scheduler, f"r{i}", 1.0, exclude=("p",)) for i in range(5)]
-    assert {one.prefill for one in made} == {"q"}
+    assert {dispatch.prefill for dispatch in made} == {"q"}
     assert arrive(scheduler, "only", 1.0, exclude=("p", "q")).prefill == "p"
 
 
@@ -277,8 +283,8 @@ def test_it_may_turn_out_later_that_there_is_no_barrier() -> None:
     scheduler.handle(up(), 1.1)
     assert set(scheduler.prefill) == {f"p rank {rank}" for rank in range(4)}
     assert [r.flight_tokens for r in ranks_of(scheduler, 1.1).ranks] == [100] * 4
-    for one in first:
-        scheduler.handle(RequestEnded(rid=one.rid, outcome="completed"), 2.0)
+    for dispatch in first:
+        scheduler.handle(RequestEnded(rid=dispatch.rid, outcome="completed"), 2.0)
     assert [r.outstanding_requests for r in ranks_of(scheduler, 2.0).ranks] == [0] * 4
     scheduler.handle(up(barrier=True), 3.0)
     assert set(scheduler.prefill) == {"p"}
@@ -347,12 +353,12 @@ def test_one_batch_goes_to_one_rank() -> None:
         if len(made) == 6:
             break
     assert len(made) == 6
-    places = {(one.batch, one.prefill_rank) for one in made}
-    assert len(places) == len({one.batch for one in made}) >= 2
+    places = {(dispatch.batch, dispatch.prefill_rank) for dispatch in made}
+    assert len(places) == len({dispatch.batch for dispatch in made}) >= 2
 
 
 def test_gateway_policies_choose_among_workers_not_ranks() -> None:
     scheduler = scheduler_with(up("p", 4), up("q", 1), policy="random_rank")
     made = [arrive(scheduler, f"r{i}", 1.0) for i in range(40)]
-    assert [one.prefill for one in made] == ["p", "q"] * 20
-    assert {one.prefill_rank for one in made if one.prefill == "p"} == {0, 1, 2, 3}
+    assert [dispatch.prefill for dispatch in made] == ["p", "q"] * 20
+    assert {dispatch.prefill_rank for dispatch in made if dispatch.prefill == "p"} == {0, 1, 2, 3}

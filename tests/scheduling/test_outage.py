@@ -36,7 +36,9 @@ def test_a_short_outage_refuses_nobody(policy: str, role: str, drained: bool) ->
     assert (driver.dispatched, driver.refused) == ([], [])
     back(driver, LAST[role])
     driver.wait(1.0)
-    assert {one.rid for one in driver.dispatched} == {f"r{number}" for number in range(58)}
+    assert {dispatch.rid for dispatch in driver.dispatched} == {
+        f"r{number}" for number in range(58)
+    }
     driver.wait(2 * QUEUE_TIMEOUT_S)
     assert driver.refused == []
 
@@ -52,7 +54,7 @@ def test_a_long_outage_is_told_once_and_late_comers_at_once(policy: str, role: s
     driver.wait(0.9)
     assert driver.refused == []
     driver.wait(0.2)
-    assert Counter((one.rid, one.cause) for one in driver.refused) == {
+    assert Counter((refusal.rid, refusal.cause) for refusal in driver.refused) == {
         ("first", f"no_{role}"): 1,
         ("second", f"no_{role}"): 1,
     }
@@ -66,7 +68,7 @@ def test_a_long_outage_is_told_once_and_late_comers_at_once(policy: str, role: s
     driver.wait(HOLD_S / 2)
     back(driver, LAST[role])
     driver.wait(1.0)
-    assert [one.rid for one in driver.dispatched] == ["again"]
+    assert [dispatch.rid for dispatch in driver.dispatched] == ["again"]
 
 
 @ROLES
@@ -74,7 +76,7 @@ def test_what_waits_when_the_last_one_goes_is_held_too_and_says_for_what(role: s
     driver = Driver(trigger="paper", t_default_s=1.0, outage_hold_s=HOLD_S).up()
     for number in range(12):
         driver.arrive(f"r{number}", 2000)
-    waiting = {one.rid for one in driver.scheduler.queue}
+    waiting = {request.rid for request in driver.scheduler.queue}
     assert waiting
     driver.tell(InstanceDown(instance=LAST[role]))
     driver.arrive("new", 2000)
@@ -84,7 +86,7 @@ def test_what_waits_when_the_last_one_goes_is_held_too_and_says_for_what(role: s
         assert told is not None
         assert told.waits[-1].reason is WaitReason(f"no_{role}")
     driver.wait(HOLD_S)
-    assert {one.rid for one in driver.refused} == {*waiting, "new"}
+    assert {refusal.rid for refusal in driver.refused} == {*waiting, "new"}
 
 
 def test_bounds_hold_while_requests_are_held() -> None:
@@ -95,7 +97,7 @@ def test_bounds_hold_while_requests_are_held() -> None:
     driver.arrive("a")
     driver.arrive("b")
     driver.arrive("c")
-    assert [(one.rid, one.cause) for one in driver.refused] == [
+    assert [(refusal.rid, refusal.cause) for refusal in driver.refused] == [
         ("long", "too_long"),
         ("c", "queue_full"),
     ]
@@ -113,7 +115,7 @@ def test_other_instances_that_come_and_go_prolong_no_outage() -> None:
         driver.tell(InstanceDown(instance=f"p{number % 2}"))
         back(driver, f"p{number % 2}")
     driver.wait(0.1)
-    assert [one.cause for one in driver.refused] == ["no_decode"]
+    assert [refusal.cause for refusal in driver.refused] == ["no_decode"]
 
 
 @POLICIES
@@ -131,7 +133,7 @@ def test_without_a_hold_time_an_outage_is_told_at_once() -> None:
     driver = Driver(outage_hold_s=0.0).up()
     driver.tell(InstanceDown(instance="p0"))
     driver.arrive("r")
-    assert [one.cause for one in driver.refused] == ["no_prefill"]
+    assert [refusal.cause for refusal in driver.refused] == ["no_prefill"]
 
 
 STEPS = st.lists(
@@ -169,7 +171,7 @@ def test_every_request_ends_exactly_once_whatever_the_outages(steps, policy) -> 
             case "wait":
                 before = len(driver.refused)
                 driver.wait(value)
-                causes = {one.cause for one in driver.refused[before:]}
+                causes = {refusal.cause for refusal in driver.refused[before:]}
                 assert not (complete() and causes & {"no_prefill", "no_decode"})
             case "leave" if value < len(arrived):
                 driver.tell(RequestEnded(rid=arrived[value], outcome="aborted"))
@@ -178,7 +180,7 @@ def test_every_request_ends_exactly_once_whatever_the_outages(steps, policy) -> 
                 driver.tell(InstanceDown(instance=value, drained=what == "drain"))
                 up.discard(value)
     driver.wait(QUEUE_TIMEOUT_S + 1)
-    ends = Counter(one.rid for one in (*driver.dispatched, *driver.refused))
+    ends = Counter(decision.rid for decision in (*driver.dispatched, *driver.refused))
     assert set(ends.values()) <= {1}
     assert set(arrived) - left <= ends.keys() <= set(arrived)
     assert len(driver.scheduler.queue) == 0

@@ -28,10 +28,10 @@ def second_batch(overlap: bool, waiting: list[int]) -> set[str]:
     it.arrive("first", 700)
     for number, tokens in enumerate(waiting):
         it.arrive(f"w{number}", tokens)
-    while not any(one.rid == "w0" for one in it.dispatched):
+    while not any(dispatch.rid == "w0" for dispatch in it.dispatched):
         it.wait(0.05)
-    batch = next(one.batch for one in it.dispatched if one.rid == "w0")
-    return {one.rid for one in it.dispatched if one.batch == batch}
+    batch = next(dispatch.batch for dispatch in it.dispatched if dispatch.rid == "w0")
+    return {dispatch.rid for dispatch in it.dispatched if dispatch.batch == batch}
 
 
 def test_a_hole_is_filled_by_splitting_where_the_rest_shares_the_next_pass():
@@ -66,7 +66,7 @@ def sent_before_the_end(overlap: bool, waiting: list[int], prefill: int = 1) -> 
     for number, tokens in enumerate(waiting):
         it.arrive(f"w{number}", tokens)
     it.wait(0.299)
-    return [one.rid for one in it.dispatched if one.prefill == "p0"]
+    return [dispatch.rid for dispatch in it.dispatched if dispatch.prefill == "p0"]
 
 
 @pytest.mark.parametrize("overlap", [False, True])

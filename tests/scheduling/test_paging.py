@@ -55,7 +55,7 @@ def test_a_ledger_knows_tokens_and_their_pages(steps: list[tuple[str, int]], pag
             flight.add(PrefillRequest.of(rid, tokens))
         here = [request.flight_tokens for request in flight]
         assert flight.total == sum(here)
-        assert flight.charged == sum(paged(one, page) for one in here)
+        assert flight.charged == sum(paged(tokens, page) for tokens in here)
     flight.set_page(1)
     assert flight.charged == flight.total
 
@@ -73,19 +73,21 @@ def test_a_batch_that_fits_fits_the_engine_in_one_pass(lengths: list[int], capac
     for rank, free in enumerate(c_avail):
         if free < CHUNK:
             engine.accept(f"before {rank}", rank, CHUNK - free)
-    for one, rank in placed:
-        engine.accept(one.rid, rank, one.prompt_tokens)
+    for asked, rank in placed:
+        engine.accept(asked.rid, rank, asked.prompt_tokens)
     if engine.has_work:
         engine.launch()
     left = {rid for rank in engine.ranks for rid, _ in rank.waiting}
-    assert left <= {one.rid for one, _ in placed if one.prompt_tokens > CHUNK}
+    assert left <= {request.rid for request, _ in placed if request.prompt_tokens > CHUNK}
 
 
 def test_a_hole_of_less_than_a_page_is_not_filled():
     batch = [request("a", 961), request("b", 60), request("c", 60)]
     chunk = target([CHUNK], CHUNK, page=PAGE)
     allocation = placed_on(batch, chunk)
-    assert [one.rid for one, _ in allocation.placed] == ["a"], "961 tokens take all 16 pages"
+    assert [request.rid for request, _ in allocation.placed] == ["a"], (
+        "961 tokens take all 16 pages"
+    )
     assert top_up(allocation, chunk, keep_tokens=0).placed == allocation.placed
 
 
@@ -106,10 +108,10 @@ def test_c_avail_is_what_the_engine_can_still_take(page: int, seed: int):
         for message in engine.launch():
             now_s += 0.01
             books.on_report(message, now_s)
-        charged = [sum(paged(tokens, page) for _, tokens in one.waiting) for one in engine.ranks]
+        charged = [sum(paged(tokens, page) for _, tokens in rank.waiting) for rank in engine.ranks]
         assert books.ranks.c_avail() == [CHUNK - tokens for tokens in charged]
         assert books.ranks.charged_tokens == sum(charged)
-        assert books.ranks.backlog_tokens == sum(one.queued_tokens for one in engine.ranks)
+        assert books.ranks.backlog_tokens == sum(rank.queued_tokens for rank in engine.ranks)
         done, messages = engine.finish()
         for message in messages:
             now_s += 0.01

@@ -50,11 +50,11 @@ def test_places_are_what_the_next_pass_of_the_engine_still_takes(seed: int):
         for message in engine.launch():
             now_s += 0.01
             books.on_report(message, now_s)
-        waiting = [len(one.waiting) for one in engine.ranks]
+        waiting = [len(rank.waiting) for rank in engine.ranks]
         assert books.ranks.places() == [max(0, MOST - count) for count in waiting]
         assert books.ranks.has_room == any(
-            count < MOST and one.queued_tokens < CHUNK
-            for count, one in zip(waiting, engine.ranks, strict=True)
+            count < MOST and rank.queued_tokens < CHUNK
+            for count, rank in zip(waiting, engine.ranks, strict=True)
         )
         for free, count in zip(books.ranks.c_avail(), waiting, strict=True):
             assert count < MOST or free <= 0
@@ -75,8 +75,8 @@ def test_places_are_what_the_next_pass_of_the_engine_still_takes(seed: int):
 def test_a_batch_that_fits_runs_in_one_pass(lengths: list[int], taken: list[int], hungry: bool):
     """Some requests of a token each were there before; ``hungry``: some were left out for long."""
     batch = [request(str(i), tokens, order=i) for i, tokens in enumerate(lengths)]
-    for one in batch[::3] if hungry else []:
-        one.waited_batches = TUNING.left_out_batches
+    for rid in batch[::3] if hungry else []:
+        rid.waited_batches = TUNING.left_out_batches
     c_avail = [CHUNK - count for count in taken]
     places = [MOST - count for count in taken]
     ranks = target(c_avail, CHUNK, places=places)
@@ -85,11 +85,11 @@ def test_a_batch_that_fits_runs_in_one_pass(lengths: list[int], taken: list[int]
     for rank, count in enumerate(taken):
         for number in range(count):
             engine.accept(f"before {rank} {number}", rank, 1)
-    for one, rank in allocation.placed:
-        engine.accept(one.rid, rank, one.prompt_tokens)
+    for asked, rank in allocation.placed:
+        engine.accept(asked.rid, rank, asked.prompt_tokens)
     if engine.has_work:
         engine.launch()
-    assert not any(one.waiting for one in engine.ranks)
+    assert not any(rank.waiting for rank in engine.ranks)
     assert len(allocation.placed) + len(allocation.left) == len(batch)
     split = top_up(allocation, ranks, keep_tokens=0)
     for rank, most in enumerate(places):
@@ -193,7 +193,8 @@ def test_short_prompts_wait_less_than_with_the_best_policy_that_holds_none():
     """Who knows no limit sends whole chunks of them, which take several passes each."""
     spec = {"prefill_max_requests": 4, "overlap": True, "prefill_instances": 2, "dp_size": 2}
     sbs, eta = (
-        run_job(Job("uniform:100-300", one, 0.8, 1, 24.0, "mixed", spec)) for one in ("sbs", "eta")
+        run_job(Job("uniform:100-300", policy, 0.8, 1, 24.0, "mixed", spec))
+        for policy in ("sbs", "eta")
     )
     assert sbs["unfinished"] == 0
     assert sbs["ttft_mean_s"] < eta["ttft_mean_s"]

@@ -200,8 +200,8 @@ def test_after_a_forged_sequence_number_the_true_stream_is_believed_again():
     cursor, said = ReportCursor(), PrefillEngine("p0", 1, 1000).message(0, "heartbeat")
     assert cursor.take(structs.replace(said, seq=2**40), 0.0)
     taken = [cursor.take(structs.replace(said, seq=n), float(n)) for n in range(1, 10)]
-    assert [one is not None for one in taken] == [False, False, *[True] * 7]
-    assert all(one == (False, 0) for one in taken[2:])
+    assert [state is not None for state in taken] == [False, False, *[True] * 7]
+    assert all(state == (False, 0) for state in taken[2:])
 
 
 def test_a_boot_that_was_taken_to_be_over_is_believed_when_the_other_is_silent():

@@ -389,7 +389,7 @@ def test_only_a_counted_prompt_is_too_long():
     driver = Driver().up(kv_capacity_tokens=1000)
     assert driver.arrive("estimated", 10**9, estimated=True)
     assert driver.arrive("counted", 10**9) == []
-    assert [(one.rid, one.cause) for one in driver.refused] == [("counted", "too_long")]
+    assert [(refusal.rid, refusal.cause) for refusal in driver.refused] == [("counted", "too_long")]
 
 
 def test_an_answer_longer_than_any_can_be_does_not_empty_a_decode_rank():
@@ -423,7 +423,7 @@ def test_a_refusal_for_want_of_decode_names_it():
     for _ in range(3):
         driver.wait(0.7)
         driver.report("p0", 0, kind="heartbeat")
-    refused = next(one for one in driver.refused if one.rid == "second")
+    refused = next(refusal for refusal in driver.refused if refusal.rid == "second")
     assert (refused.cause, refused.limit) == ("deadline", "decode")
     assert "the limit is decode: no decode rank has room" in refused.message
 

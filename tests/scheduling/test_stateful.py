@@ -262,7 +262,10 @@ class SchedulerMachine(World, RuleBasedStateMachine):
                 flight_tokens = [request.flight_tokens for request in rank.flight]
                 assert rank.flight.total == sum(flight_tokens)
                 assert min(flight_tokens, default=0) >= 0
-                assert all(one.sent and rank.requests[one.rid] is one for one in rank.flight)
+                assert all(
+                    request.sent and rank.requests[request.rid] is request
+                    for request in rank.flight
+                )
                 assert rank.outstanding_tokens == sum(r.tokens for r in rank.requests.values())
                 assert rank.queued_tokens >= 0
         for decode in self.scheduler.decode.values():

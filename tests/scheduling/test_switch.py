@@ -53,8 +53,10 @@ def test_an_immediate_policy_places_at_once_all_that_waits(policy: str) -> None:
     driver.wait(0.0)
     assert driver.now_s == before_s
     assert len(driver.scheduler.queue) == 0
-    assert Counter(one.rid for one in driver.dispatched).most_common(1)[0][1] == 1
-    assert {f"r{number}" for number in range(30)} <= {one.rid for one in driver.dispatched}
+    assert Counter(dispatch.rid for dispatch in driver.dispatched).most_common(1)[0][1] == 1
+    assert {f"r{number}" for number in range(30)} <= {
+        dispatch.rid for dispatch in driver.dispatched
+    }
     assert driver.refused == []
     state = driver.scheduler.snapshot(driver.now_s)
     assert (state.policy, state.trigger) == (policy, "immediate")
@@ -62,10 +64,10 @@ def test_an_immediate_policy_places_at_once_all_that_waits(policy: str) -> None:
 
 def test_what_waits_leaves_in_order_of_arrival() -> None:
     driver = with_a_queue(30)
-    before, waiting = len(driver.dispatched), [one.rid for one in driver.scheduler.queue]
+    before, waiting = len(driver.dispatched), [request.rid for request in driver.scheduler.queue]
     driver.tell(PolicySwitched(policy="round_robin"))
     driver.wait(0.0)
-    assert [one.rid for one in driver.dispatched[before:]] == waiting
+    assert [dispatch.rid for dispatch in driver.dispatched[before:]] == waiting
 
 
 def test_back_to_the_default_policy_requests_are_held_again_and_what_runs_is_known() -> None:
@@ -80,7 +82,7 @@ def test_back_to_the_default_policy_requests_are_held_again_and_what_runs_is_kno
     for number in range(4):
         driver.tell(RequestEnded(rid=f"first{number}", outcome="completed", completion_tokens=5))
     driver.wait(3.0)
-    assert Counter(one.rid for one in driver.dispatched) == Counter(
+    assert Counter(dispatch.rid for dispatch in driver.dispatched) == Counter(
         [*(f"first{number}" for number in range(4)), "held"]
     )
 
@@ -159,16 +161,16 @@ def test_a_log_with_switches_is_replayed_bit_for_bit(tmp_path: Path) -> None:
         driver.wait(0.5)
     driver.wait(5.0)
     log.close()
-    assert len({one.rid for one in driver.dispatched}) == len(driver.dispatched) == 72
+    assert len({dispatch.rid for dispatch in driver.dispatched}) == len(driver.dispatched) == 72
     result = replay(path)
     assert result.difference == ""
     assert result.events > 100
     # Without the switches the same events are answered differently.
     untold, records = Scheduler(SchedulerConfig()), list(read_event_log(path))
     assert any(
-        untold.handle(one.event, one.now_s) != one.commands
-        for one in records
-        if one.event is not None and not isinstance(one.event, PolicySwitched)
+        untold.handle(record.event, record.now_s) != record.commands
+        for record in records
+        if record.event is not None and not isinstance(record.event, PolicySwitched)
     )
 
 

@@ -128,7 +128,7 @@ def test_a_rank_that_restarts_with_an_older_plugin_names_nothing():
         watched.report(10.1, "launch", number, 100, Started(rid))
         watched.report(10.2, "forward", number, 100, **more)
         watched.end(10.3, rid)
-    computed = [one.computed_s for one in watched.over]
+    computed = [timeline.computed_s for timeline in watched.over]
     assert computed == [pytest.approx(10.2), None, pytest.approx(10.2)]
 
 

@@ -20,29 +20,29 @@ def driver(small: int = 1) -> Driver:
 @pytest.mark.parametrize("tokens", [1001, 4000])
 def test_what_fits_only_the_large_chunk_goes_there(tokens: int):
     it = driver()
-    assert [one.prefill for one in it.arrive("r", tokens)] == ["large"]
+    assert [dispatch.prefill for dispatch in it.arrive("r", tokens)] == ["large"]
 
 
 def test_many_small_ones_that_are_idle_do_not_hide_the_large_one():
     it = driver(small=5)
-    assert [one.prefill for one in it.arrive("r", 3000)] == ["large"]
+    assert [dispatch.prefill for dispatch in it.arrive("r", 3000)] == ["large"]
 
 
 def test_what_fits_none_goes_where_it_takes_fewest_passes():
     it = driver()
-    assert [one.prefill for one in it.arrive("r", 9000)] == ["large"]
+    assert [dispatch.prefill for dispatch in it.arrive("r", 9000)] == ["large"]
 
 
 def test_what_fits_none_may_go_to_any():
     it = driver()
     it.tell(InstanceDown(instance="large"))
-    assert [one.prefill for one in it.arrive("r", 9000)] == ["small"]
+    assert [dispatch.prefill for dispatch in it.arrive("r", 9000)] == ["small"]
 
 
 def test_with_the_large_one_gone_it_takes_several_passes():
     it = driver()
     it.tell(InstanceDown(instance="large"))
-    assert [one.prefill for one in it.arrive("r", 3000)] == ["small"]
+    assert [dispatch.prefill for dispatch in it.arrive("r", 3000)] == ["small"]
 
 
 def test_it_takes_two_passes_where_they_end_sooner_than_one_on_the_large_one():
@@ -50,7 +50,7 @@ def test_it_takes_two_passes_where_they_end_sooner_than_one_on_the_large_one():
     for rid in ("first", "second", "third"):
         it.arrive(rid, 4000)
     sent = it.arrive("r", 1001)
-    assert [one.prefill for one in sent if one.rid == "r"] == ["small"]
+    assert [dispatch.prefill for dispatch in sent if dispatch.rid == "r"] == ["small"]
 
 
 def test_it_does_not_wait_for_the_large_one_beyond_the_hold():
@@ -59,4 +59,4 @@ def test_it_does_not_wait_for_the_large_one_beyond_the_hold():
     it.arrive("second", 4000)
     it.arrive("third", 3900)
     it.wait(1.5)
-    assert {one.rid for one in it.dispatched} == {"first", "second", "third"}
+    assert {dispatch.rid for dispatch in it.dispatched} == {"first", "second", "third"}

@@ -58,9 +58,9 @@ def test_a_request_to_an_idle_cluster_names_the_candidates_with_what_was_predict
     assert why.term is Term.SOONEST
     assert why.waits == []
     assert why.instances == 3
-    chosen = [one for one in why.candidates if one.chosen]
-    assert [one.instance for one in chosen] == [dispatch.prefill]
-    assert sorted(one.instance for one in why.candidates) == ["p0", "p1", "p2"]
+    chosen = [candidate for candidate in why.candidates if candidate.chosen]
+    assert [candidate.instance for candidate in chosen] == [dispatch.prefill]
+    assert sorted(candidate.instance for candidate in why.candidates) == ["p0", "p1", "p2"]
     for candidate in why.candidates:
         assert 0 < candidate.start_s < candidate.finish_s
         assert candidate.delay_s == 0  # nobody else is in the pass
@@ -104,7 +104,7 @@ def test_a_request_that_waits_for_decode_room_has_that_reason():
     driver.tell(RequestEnded(rid="small", outcome="aborted"))
     why = driver.why("large")
     assert why.decided_s is not None
-    assert [one.reason for one in why.waits] == [WaitReason.NO_DECODE_ROOM]
+    assert [wait.reason for wait in why.waits] == [WaitReason.NO_DECODE_ROOM]
 
 
 def test_waiting_for_a_cached_prefix_names_the_place_and_the_gain():
@@ -133,11 +133,11 @@ def test_waiting_for_a_cached_prefix_names_the_place_and_the_gain():
     driver.arrive("cached", 950, blocks=blocks, block_tokens=PAGE)
     driver.wait(3.0)
     why = driver.why("cached")
-    (chosen,) = [one for one in why.candidates if one.chosen]
+    (chosen,) = [candidate for candidate in why.candidates if candidate.chosen]
     assert (chosen.instance, chosen.cached_tokens) == (holder, 900)
     assert why.term is Term.CACHED
-    elsewhere = [one for one in why.waits if one.reason is WaitReason.BETTER_ELSEWHERE]
-    assert [one.instance for one in elsewhere] == [holder]
+    elsewhere = [wait for wait in why.waits if wait.reason is WaitReason.BETTER_ELSEWHERE]
+    assert [wait.instance for wait in elsewhere] == [holder]
     assert elsewhere[0].gain_s > 0
 
 
@@ -161,7 +161,7 @@ def test_policies_without_predictions_name_their_rule(config, opening):
     (dispatch,) = driver.arrive("r")
     why = driver.why("r")
     assert (why.opening, why.term) == (opening, Term.RULE)
-    assert [one.instance for one in why.candidates] == [dispatch.prefill]
+    assert [candidate.instance for candidate in why.candidates] == [dispatch.prefill]
 
 
 def test_only_so_many_decisions_are_remembered_and_none_unless_wanted():
@@ -191,12 +191,14 @@ def test_nothing_leaves_or_waits_without_a_reason_and_a_replay_gives_the_same_on
     openings, reasons = set(), set()
     for sent in cluster.sent:
         why = cluster.scheduler.why(sent.rid, cluster.now_s)
-        assert [one.instance for one in why.candidates if one.chosen] == [sent.prefill]
+        assert [candidate.instance for candidate in why.candidates if candidate.chosen] == [
+            sent.prefill
+        ]
         assert why.decided_s - why.arrived_s == pytest.approx(sent.held_s)
         assert bool(why.waits) == (sent.held_s > 0)
         assert why.launch_s >= why.decided_s
         openings.add(why.opening)
-        reasons.update(one.reason for one in why.waits)
+        reasons.update(wait.reason for wait in why.waits)
         assert msgspec.json.encode(again.why(sent.rid, cluster.now_s)) == msgspec.json.encode(why)
     assert {Opening.IDLE, Opening.ABOUT_TO_END} <= openings
     assert {WaitReason.NOT_YET, WaitReason.SHARE_FULL, WaitReason.DOES_NOT_FIT} <= reasons
@@ -211,7 +213,7 @@ def test_where_costs_decide_the_chosen_one_costs_least():
     ]
     assert weighed
     for why in weighed:
-        chosen = [one.cost_s for one in why.candidates if one.chosen]
+        chosen = [candidate.cost_s for candidate in why.candidates if candidate.chosen]
         assert chosen == [0.0]
 
 

@@ -250,9 +250,9 @@ def test_a_faster_instance_takes_more_and_its_passes_are_shorter():
     shapes = (InstanceSpec(speed=2.0), InstanceSpec(speed=0.5))
     outcome = simulate(poisson(120, 20.0, 6), scheduler_config("eta"), spec_with(instances=shapes))
     tokens, seconds = {}, {}
-    for one in outcome.passes:
-        tokens[one.instance] = tokens.get(one.instance, 0) + one.tokens
-        seconds[one.instance] = seconds.get(one.instance, 0) + one.end_s - one.start_s
+    for a_pass in outcome.passes:
+        tokens[a_pass.instance] = tokens.get(a_pass.instance, 0) + a_pass.tokens
+        seconds[a_pass.instance] = seconds.get(a_pass.instance, 0) + a_pass.end_s - a_pass.start_s
     assert tokens["p0"] > 2 * tokens["p1"]
     assert seconds["p0"] / tokens["p0"] < 0.5 * seconds["p1"] / tokens["p1"]
 
@@ -283,13 +283,15 @@ def test_decode_room_is_waited_for_in_the_router_by_policies_that_hold(policy, m
 @pytest.mark.parametrize("policy", ["sbs", "eta"])
 def test_engines_that_compile_in_their_first_pass_are_soon_served_as_any_other(policy):
     """A few requests come at first, and the load when the first passes are over."""
-    arrivals = [one for one in poisson(100, 30.0, 3) if one[0] < 0.1 or one[0] > 14]
+    arrivals = [arrival for arrival in poisson(100, 30.0, 3) if arrival[0] < 0.1 or arrival[0] > 14]
 
     def ttft_s(first_pass_s: float) -> float:
         spec = ClusterSpec(cost=MIXED, first_pass_s=first_pass_s, seed=4)
         outcome = simulate(arrivals, scheduler_config(policy), spec)
-        slowest_s = max(one.end_s - one.start_s for one in outcome.passes)
+        slowest_s = max(a_pass.end_s - a_pass.start_s for a_pass in outcome.passes)
         assert (slowest_s > 10) == (first_pass_s > 0)
-        return statistics.fmean(one.ttft_s for one in outcome.requests if one.arrived_s > 14)
+        return statistics.fmean(
+            request.ttft_s for request in outcome.requests if request.arrived_s > 14
+        )
 
     assert ttft_s(10.0) == pytest.approx(ttft_s(0.0), rel=0.05)

@@ -26,7 +26,7 @@ class Seen:
     @property
     def fires(self) -> dict[str, int]:
         assert self.scheduler is not None
-        return {name: one.watchdog.fires for name, one in self.scheduler.prefill.items()}
+        return {name: instance.watchdog.fires for name, instance in self.scheduler.prefill.items()}
 
 
 @pytest.mark.parametrize(

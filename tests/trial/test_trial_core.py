@@ -39,7 +39,7 @@ class Rig:
 
     def step(self) -> None:
         self.now_s += 0.1
-        for due_s, rid in [one for one in self.due if one[0] <= self.now_s]:
+        for due_s, rid in [entry for entry in self.due if entry[0] <= self.now_s]:
             self.trial.observe(PrefillDone(rid=rid), [], due_s)
             self.due.remove((due_s, rid))
         self.arrive()
@@ -78,8 +78,8 @@ def test_slots_alternate_in_pairs_in_an_order_that_the_seed_draws() -> None:
         slots = [policy for _, policy in rig.history][:6]
         assert [set(slots[at : at + 2]) for at in (0, 2, 4)] == [{"sbs", "eta"}] * 3
         begins = [at_s for at_s, _ in rig.history[:6]]
-        for one, other in pairwise(begins):
-            assert other - one == pytest.approx(12.0, abs=0.2)
+        for begin, other in pairwise(begins):
+            assert other - begin == pytest.approx(12.0, abs=0.2)
         orders.add(tuple(slots))
         again = Rig(spec(slots=6), noisy(), seed)
         again.run()
@@ -133,7 +133,7 @@ def test_the_first_third_of_a_slot_does_not_count() -> None:
     assert report.arms["policy"].mean_ttft_s == pytest.approx(0.75, rel=0.1)
     assert report.ratio is not None
     assert report.ratio == pytest.approx(2 / 3, rel=0.02)
-    assert [round(one or 0, 1) for one in report.ratio_by_third] == [0.7, 0.7, 0.7]
+    assert [round(ratio or 0, 1) for ratio in report.ratio_by_third] == [0.7, 0.7, 0.7]
 
 
 def test_tokens_that_happened_to_arrive_are_no_difference() -> None:

@@ -174,8 +174,8 @@ def test_with_the_rust_server_every_dp_rank_has_a_port_that_nobody_else_has() ->
     made = plan(engine_flags=DP_ATTENTION, unified_instances=1, environment=environment)
     prefill, decode, unified = made.instances
     taken = [
-        ports(one) | {int(url.rpartition(":")[2]) for url in one.server_urls}
-        for one in made.instances
+        ports(instance) | {int(url.rpartition(":")[2]) for url in instance.server_urls}
+        for instance in made.instances
     ]
     assert not taken[0] & taken[1]
     first = int(value(prefill.argv, "--port"))

@@ -43,7 +43,7 @@ def test_requests_in_their_first_pass_survive_the_wire_and_their_fields_grow():
     assert decode_endforward([topic, seq, payload]).started == started
     fields = msgspec.msgpack.decode(payload)
     place = EndForward.__struct_fields__.index("started")
-    fields[place] = [[*one, "newer"] for one in fields[place]]
+    fields[place] = [[*entry, "newer"] for entry in fields[place]]
     assert decode_endforward([topic, seq, msgspec.msgpack.encode(fields)]).started == started
 
 
@@ -55,7 +55,7 @@ def test_accepted_and_finished_requests_survive_the_wire_and_their_fields_grow()
     assert decode_endforward([topic, seq, payload]) == message
     fields = msgspec.msgpack.decode(payload)
     place = EndForward.__struct_fields__.index("accepted")
-    fields[place] = [[*one, "newer"] for one in fields[place]]
+    fields[place] = [[*entry, "newer"] for entry in fields[place]]
     assert decode_endforward([topic, seq, msgspec.msgpack.encode(fields)]) == message
 
 

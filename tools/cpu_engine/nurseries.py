@@ -41,7 +41,7 @@ def main(path: str) -> None:
     os.environ.clear()
     os.environ.update(json.loads(message))
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path[:0] = [one for one in paths if one and one not in sys.path]
+    sys.path[:0] = [path for path in paths if path and path not in sys.path]
     request = nursery.serve()
     if request is None:
         asked.send(b"0")

@@ -98,7 +98,7 @@ def _sections(parser: argparse.ArgumentParser, mark: str) -> Iterator[str]:
     """A table for each group of flags; those that argparse makes by itself are one, without a
     heading."""
     plain_groups = [parser._positionals, parser._optionals]
-    actions = [one for group in plain_groups for one in _shown(group._group_actions)]
+    actions = [action for group in plain_groups for action in _shown(group._group_actions)]
     if rows := _rows(actions):
         yield from (rows, "")
     for group in parser._action_groups:

@@ -62,7 +62,7 @@ def page() -> str:
             "Entries of repeated flags are separated by `;`.",
             "What they mean is on the page [router flags](router-flags.md).",
             "",
-            table(("variable", "flag"), [(f"`{n}`", f"`--{one.flag}`") for n, one in flags]),
+            table(("variable", "flag"), [(f"`{n}`", f"`--{option.flag}`") for n, option in flags]),
             "",
         ]
     )

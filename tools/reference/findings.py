@@ -55,7 +55,9 @@ def features_table() -> str:
     """Every feature: the table of ``docs/features.md``."""
     lines = ["| row | feature | meaning | how to turn it on |", "|---|---|---|---|"]
     told = meanings("features.md")
-    for one in FEATURES:
-        turn_on = one.turn_on.replace("|", "\\|")
-        lines.append(f"| `{one.id}` | {one.title} | {told.get(one.id, '')} | {turn_on} |")
+    for feature in FEATURES:
+        turn_on = feature.turn_on.replace("|", "\\|")
+        lines.append(
+            f"| `{feature.id}` | {feature.title} | {told.get(feature.id, '')} | {turn_on} |"
+        )
     return "\n".join(lines)

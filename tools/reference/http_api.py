@@ -155,7 +155,7 @@ async def _routes() -> list[str]:
     try:
         assert server._runner is not None and server._runner.app is not None
         routes = server._runner.app.router.routes()
-        named = [(one.method, one.resource) for one in routes]
+        named = [(route.method, route.resource) for route in routes]
         return [f"{how} {_plain_path(to.canonical)}" for how, to in named if to is not None]
     finally:
         await server.stop(grace_s=0.0)
@@ -176,12 +176,12 @@ def key_of(path: str) -> str:
 def page() -> str:
     """``docs/reference/http-api.md``."""
     parts = [head("HTTP API"), _INTRODUCTION.lstrip("\n")]
-    groups = dict.fromkeys(one.group for one in endpoints().values())
+    groups = dict.fromkeys(endpoint.group for endpoint in endpoints().values())
     for group in groups:
         rows = [
-            (f"`{name}`", key_of(name.partition(" ")[2]), one.what)
-            for name, one in endpoints().items()
-            if one.group == group
+            (f"`{name}`", key_of(name.partition(" ")[2]), endpoint.what)
+            for name, endpoint in endpoints().items()
+            if endpoint.group == group
         ]
         parts += [f"## {group}", "", table(("request", "key", "what for"), rows), ""]
     refused = [(f"`{_plain_path(path)}`", what) for path, what in sorted(_NOT_IMPLEMENTED.items())]
@@ -192,9 +192,9 @@ def page() -> str:
 def document() -> str:
     """``docs/reference/openapi.json``."""
     paths: dict[str, dict[str, Any]] = {}
-    for name, one in endpoints().items():
+    for name, endpoint in endpoints().items():
         method, _, path = name.partition(" ")
-        paths.setdefault(path, {})[method.lower()] = _operation(path, one)
+        paths.setdefault(path, {})[method.lower()] = _operation(path, endpoint)
     error = {
         "type": "object",
         "properties": {
@@ -223,15 +223,15 @@ def document() -> str:
     return json.dumps(found, indent=1) + "\n"
 
 
-def _operation(path: str, one: Endpoint) -> dict[str, Any]:
+def _operation(path: str, endpoint: Endpoint) -> dict[str, Any]:
     shape = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-    found: dict[str, Any] = {"tags": [one.group], "summary": one.what.replace("`", "")}
+    found: dict[str, Any] = {"tags": [endpoint.group], "summary": endpoint.what.replace("`", "")}
     if names := re.findall(r"\{(\w+)\}", path):
         found["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": _TEXT} for name in names
         ]
-    if one.body is not None:
-        content = {"application/json": {"schema": one.body}}
+    if endpoint.body is not None:
+        content = {"application/json": {"schema": endpoint.body}}
         found["requestBody"] = {"required": True, "content": content}
     found["responses"] = {
         "200": {"description": "the answer"},

@@ -139,11 +139,11 @@ def _options(*flags: str) -> RouterOptions:
 
 def _facts(metrics: RouterMetrics) -> dict[str, MetricFacts]:
     found: list[MetricFacts] = [
-        _fact(one._name, one._type or "", one._labelnames, one._documentation)
-        for one in vars(metrics).values()
-        if isinstance(one, MetricWrapperBase)
+        _fact(fact._name, fact._type or "", fact._labelnames, fact._documentation)
+        for fact in vars(metrics).values()
+        if isinstance(fact, MetricWrapperBase)
     ]
-    own = {one.name for one in found}
+    own = {fact.name for fact in found}
     for family in metrics.registry.collect():
         # A family that is made when scraped knows its labels, even if it is empty.
         labels = getattr(family, "_labelnames", None)
@@ -152,7 +152,7 @@ def _facts(metrics: RouterMetrics) -> dict[str, MetricFacts]:
             found.append(fact)
         elif fact.name not in own:
             raise RuntimeError(f"the labels of {fact.name} cannot be found out")
-    return {one.name: one for one in found}
+    return {fact.name: fact for fact in found}
 
 
 def _fact(name: str, kind: str, labels: Iterable[str], text: str) -> MetricFacts:
@@ -165,10 +165,10 @@ def page(facts: Sequence[MetricFacts]) -> str:
     parts = [_HEAD]
     for prefix, title, about in _SECTIONS:
         rows = [
-            f"| `{one.name}` | {one.kind} | {', '.join(f'`{label}`' for label in one.labels)} | "
-            f"{one.text}{' (*several processes*)' if one.several_processes_only else ''} |"
-            for one in facts
-            if one.name.startswith(prefix)
+            f"| `{fact.name}` | {fact.kind} | {', '.join(f'`{label}`' for label in fact.labels)} | "
+            f"{fact.text}{' (*several processes*)' if fact.several_processes_only else ''} |"
+            for fact in facts
+            if fact.name.startswith(prefix)
         ]
         table = ["| metric | type | labels | meaning |", "|---|---|---|---|", *rows]
         parts.append("\n".join([f"## {title}", "", about, "", *table, ""]))

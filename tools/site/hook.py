@@ -63,7 +63,7 @@ def on_config(config: MkDocsConfig) -> None:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds what lies outside ``docs/``."""
-    for file in [one for one in files if one.src_uri == "README.md"]:
+    for file in [file for file in files if file.src_uri == "README.md"]:
         files.remove(file)
     for path, src_uri in MOVED.items():
         source = str(ROOT / path)

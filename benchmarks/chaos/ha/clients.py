@@ -68,7 +68,7 @@ class BalancedLoad(OpenLoad):
     async def all_answers(self) -> list[Balanced]:
         """Send no more, wait for every answer; all of them in the order sent."""
         await self._answers()
-        return sorted(self.done, key=lambda one: one.outcome.sent_s)
+        return sorted(self.done, key=lambda request: request.outcome.sent_s)
 
     async def _send_one(self, arrival: Arrival) -> None:
         sent_s, deadline_s = self.elapsed_s, self.elapsed_s + self._timeout_s
@@ -106,8 +106,8 @@ class BalancedLoad(OpenLoad):
                 gone = out.done()
                 sample.error = "its router was taken out" if gone else "TimeoutError: no end"
         finally:
-            for one in either:
-                one.cancel()
+            for task in either:
+                task.cancel()
             await asyncio.gather(*either, return_exceptions=True)
         return sample
 

@@ -124,11 +124,12 @@ async def _believe_both(places: Places) -> Struck:
     await places.start_again(standby, [flag, own])
     deadline_s = time.monotonic() + _BELIEVE_S
     while time.monotonic() < deadline_s:
-        standing = [one for one in await places.standing() if one.active]
+        standing = [scheduler for scheduler in await places.standing() if scheduler.active]
         if len(standing) == len(places.schedulers):
             said = (
-                f"{one.part.name} leads {one.front_ends} front ends in term {one.term}"
-                for one in standing
+                f"{scheduler.part.name} leads {scheduler.front_ends} front ends "
+                f"in term {scheduler.term}"
+                for scheduler in standing
             )
             return Struck(places, [standby], list(said))
         await asyncio.sleep(0.02)

@@ -179,7 +179,9 @@ class Places:
         async with asyncio.timeout(_CHANGE_S):
             while True:
                 standing = await self.standing()
-                if [one.front_ends for one in standing if one.active] == [len(self.front_ends)]:
+                if [scheduler.front_ends for scheduler in standing if scheduler.active] == [
+                    len(self.front_ends)
+                ]:
                     return
                 await asyncio.sleep(0.1)
 
@@ -194,7 +196,7 @@ class Places:
         ]
 
     async def active(self) -> list[Part]:
-        return [one.part for one in await self.standing() if one.active]
+        return [scheduler.part for scheduler in await self.standing() if scheduler.active]
 
     def signal(self, part: Part, number: Signals) -> None:
         self._supervisor.signal(part.name, number)

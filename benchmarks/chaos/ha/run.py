@@ -95,7 +95,10 @@ async def _taken_over(places: Places, struck: Sequence[Part]) -> float | None:
     begin_s, asked = time.monotonic(), 0
     while True:
         standing = await places.standing()
-        if any(one.active and one.front_ends and one.part not in struck for one in standing):
+        if any(
+            scheduler.active and scheduler.front_ends and scheduler.part not in struck
+            for scheduler in standing
+        ):
             return time.monotonic() - begin_s if asked else None
         asked += 1
         await asyncio.sleep(0.05)
@@ -109,16 +112,20 @@ def _result(
     notes: Sequence[str],
     takeover_s: object,
 ) -> HaResult:
-    lost = [one for one in done if not one.answered]
-    pause_s = _longest_s([one for one in done if not one.outcome.first_token_s < begin_s])
+    lost = [request for request in done if not request.answered]
+    pause_s = _longest_s(
+        [request for request in done if not request.outcome.first_token_s < begin_s]
+    )
     return HaResult(
         fault=fault.name,
         requests=len(done),
         lost=len(lost),
         longest_pause_s=pause_s,
-        longest_before_s=_longest_s([one for one in done if one.outcome.first_token_s < begin_s]),
-        repeated=sum(one.tries > 1 for one in done),
-        errors=dict(Counter(_label(one) for one in lost)),
+        longest_before_s=_longest_s(
+            [request for request in done if request.outcome.first_token_s < begin_s]
+        ),
+        repeated=sum(request.tries > 1 for request in done),
+        errors=dict(Counter(_label(request) for request in lost)),
         takeover_s=takeover_s if isinstance(takeover_s, float) else None,
         recovery_s=_recovery_s(done, begin_s),
         left_over=left,
@@ -127,24 +134,26 @@ def _result(
     )
 
 
-def _label(one: Balanced) -> str:
-    outcome = one.outcome
+def _label(request: Balanced) -> str:
+    outcome = request.outcome
     return outcome.label if outcome.fate is Fate.ERROR else f"{outcome.fate}"
 
 
 def _longest_s(done: Sequence[Balanced]) -> float:
     """From being sent to the first token; infinite if there is one that has none."""
-    waits = [one.outcome.sample.ttft_s for one in done]
+    waits = [request.outcome.sample.ttft_s for request in done]
     return max((math.inf if math.isnan(wait) else wait for wait in waits), default=0.0)
 
 
 def _recovery_s(done: Sequence[Balanced], begin_s: float) -> float | None:
-    limit_s = SLACK * _longest_s([one for one in done if one.outcome.first_token_s < begin_s])
-    return recovery_s([one.outcome for one in done], begin_s, limit_s)
+    limit_s = SLACK * _longest_s(
+        [request for request in done if request.outcome.first_token_s < begin_s]
+    )
+    return recovery_s([request.outcome for request in done], begin_s, limit_s)
 
 
 def _sum(books: Sequence[dict[str, int]]) -> dict[str, int]:
     total: Counter[str] = Counter()
-    for one in books:
-        total.update(one)
+    for book in books:
+        total.update(book)
     return dict(total)

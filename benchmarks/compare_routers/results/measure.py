@@ -50,15 +50,17 @@ def answers(
     samples: Sequence[Sample], slo_ttft_s: float, slo_tpot_s: float, load_s: float
 ) -> Answers:
     """Figures of a load that was sent over ``load_s`` seconds."""
-    done = [one for one in samples if one.completed]
-    within = sum(one.ttft_s <= slo_ttft_s and not _tpot_s(one) > slo_tpot_s for one in done)
+    done = [sample for sample in samples if sample.completed]
+    within = sum(
+        sample.ttft_s <= slo_ttft_s and not _tpot_s(sample) > slo_tpot_s for sample in done
+    )
     return Answers(
         completed=len(done),
         failed=len(samples) - len(done),
-        errors=sorted({one.error[:300] for one in samples if one.error})[:3],
-        ttft_ms=Latency.of([one.ttft_s for one in done]),
-        tpot_ms=Latency.of([_tpot_s(one) for one in done if one.output_tokens > 1]),
-        e2e_ms=Latency.of([one.e2e_s for one in done]),
+        errors=sorted({sample.error[:300] for sample in samples if sample.error})[:3],
+        ttft_ms=Latency.of([sample.ttft_s for sample in done]),
+        tpot_ms=Latency.of([_tpot_s(sample) for sample in done if sample.output_tokens > 1]),
+        e2e_ms=Latency.of([sample.e2e_s for sample in done]),
         goodput_qps=within / load_s,
     )
 
@@ -78,20 +80,20 @@ def engines(
     ``names``: ``boot_id`` -> ``p0``, ``d0``. Messages of others are ignored. The first and the last
     tenth of the load are left out: filling and emptying say nothing about a policy.
     """
-    heard = [one for one in heard if one.report.boot_id in names]
+    heard = [message for message in heard if message.report.boot_id in names]
     clocks = engine_clocks(heard)
     builder = PassBuilder()
     passes: list[ForwardPass] = []
     chunk_tokens = 0
     left: set[tuple[str, int]] = set()
     kv: dict[tuple[str, int], list[tuple[float, int]]] = {}
-    for one in heard:
-        report = one.report
+    for message in heard:
+        report = message.report
         name = names[report.boot_id]
         if report.role == "decode":
             for rank in range(report.dp_size):  # one that says nothing has nothing
                 kv.setdefault((name, rank), [])
-            kv[name, report.dp_rank].append((one.at_s - begin_s, report.kv_tokens))
+            kv[name, report.dp_rank].append((message.at_s - begin_s, report.kv_tokens))
             continue
         chunk_tokens = report.chunk_tokens or chunk_tokens
         if report.kind == "forward" and (
@@ -117,11 +119,11 @@ def engines(
 def computed_tokens(heard: Iterable[Heard], names: Mapping[str, str]) -> int:
     """Prompt tokens of all passes that were launched, without what caches had."""
     return sum(
-        one.report.extend_tokens
-        for one in heard
-        if one.report.kind == "launch"
-        and one.report.role == "prefill"
-        and one.report.boot_id in names
+        message.report.extend_tokens
+        for message in heard
+        if message.report.kind == "launch"
+        and message.report.role == "prefill"
+        and message.report.boot_id in names
     )
 
 
@@ -136,16 +138,16 @@ def _gaps(
     own_s: list[float] = []
     short_s: list[float] = []
     span_s = 0.0
-    for instance in {one.instance for one in passes}:
+    for instance in {a_pass.instance for a_pass in passes}:
         mine = sorted(
             (
-                one
-                for one in passes
-                if one.instance == instance
-                and window_s[0] <= one.start_s
-                and one.end_s <= window_s[1]
+                a_pass
+                for a_pass in passes
+                if a_pass.instance == instance
+                and window_s[0] <= a_pass.start_s
+                and a_pass.end_s <= window_s[1]
             ),
-            key=lambda one: one.start_s,
+            key=lambda a_pass: a_pass.start_s,
         )
         if not mine:
             continue

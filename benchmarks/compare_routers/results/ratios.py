@@ -122,7 +122,7 @@ def best_peer(
             for row in sorted(mine, key=lambda row: row.key.seed)
             if row.key.seed in ours and figure(row) > 0
         ]
-        ratios = [one for one in ratios if math.isfinite(one)]
+        ratios = [ratio for ratio in ratios if math.isfinite(ratio)]
         if ratios and (best is None or _weight(ratios) > _weight(best[1])):
             best = (peer, ratios)
     return best
@@ -217,7 +217,7 @@ def ranking(rows: Sequence[Row], among: Callable[[str], bool] = is_peer) -> list
             mean_ms = statistics.fmean(map(_mean_ms, of))
             if serves(of) and math.isfinite(mean_ms):
                 means.setdefault(peer, []).append(mean_ms)
-    whole = {peer: one for peer, one in means.items() if len(one) == len(cells)}
+    whole = {peer: by_cell for peer, by_cell in means.items() if len(by_cell) == len(cells)}
     best = [min(column) for column in zip(*whole.values(), strict=True)]
     return sorted(
         whole,

@@ -105,7 +105,7 @@ def facts_of(header: Header, rows: Sequence[Row]) -> list[tuple[str, str]]:
     minutes = math.fsum(row.wall_s for row in rows) / 60
     lags_ms = sorted(row.host_lag_ms for row in figures(rows)) or [0.0]
     lag_ms, worst_ms = lags_ms[len(lags_ms) // 2], lags_ms[-1]
-    failed = [ratios.failed_requests(rows, one) for one in (ratios.is_sbs, ratios.is_peer)]
+    failed = [ratios.failed_requests(rows, belongs) for belongs in (ratios.is_sbs, ratios.is_peer)]
     silent = [row for row in figures(rows) if row.silent]
     if silent:
         names = sorted({name for row in silent for name in row.silent})
@@ -166,16 +166,18 @@ def ttft_by_load(rows: Sequence[Row]) -> bytes | None:
         for (other, load), mine in cells.items():
             for policy in ratios.in_order(row.key.policy for row in mine if other == workload):
                 of = [row.answers for row in mine if row.key.policy == policy and row.answers]
-                times_s = [getattr(one.ttft_ms, name) / 1e3 for one in of]
+                times_s = [getattr(answers.ttft_ms, name) / 1e3 for answers in of]
                 points.setdefault(policy, {})[load] = math.fsum(times_s) / len(times_s)
-        if len({load for one in points.values() for load in one}) == 1:
-            heights = [one.popitem()[1] for one in points.values()]
+        if len({load for by_load in points.values() for load in by_load}) == 1:
+            heights = [by_load.popitem()[1] for by_load in points.values()]
             axis.barh(list(points), heights, color=[colours[policy] for policy in points])
             axis.invert_yaxis()
             axis.set_xlabel(f"{name} TTFT in s")
         else:
-            for policy, one in points.items():
-                axis.plot([*one], [*one.values()], "o-", label=policy, color=colours[policy])
+            for policy, by_load in points.items():
+                axis.plot(
+                    [*by_load], [*by_load.values()], "o-", label=policy, color=colours[policy]
+                )
             axis.set_xlabel("load (share of full-chunk capacity)")
             axis.set_ylabel(f"{name} TTFT in s")
             axis.set_yscale("log")

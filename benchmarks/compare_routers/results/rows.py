@@ -156,8 +156,8 @@ def _with_nan(value: Any) -> Any:
     """JSON has no NaN: msgspec writes null, which is read back where a number belongs."""
     if isinstance(value, dict):
         return {
-            key: math.nan if one is None and key in _FLOAT_FIELDS else _with_nan(one)
-            for key, one in value.items()
+            key: math.nan if part is None and key in _FLOAT_FIELDS else _with_nan(part)
+            for key, part in value.items()
         }
     return value
 

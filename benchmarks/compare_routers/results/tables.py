@@ -41,7 +41,7 @@ def ratio_table(rows: Sequence[Row]) -> Table:
     out = []
     for cell in ratio_cells(rows):
         # Without a peer among the contenders there is nothing to judge by.
-        worst = [one for one in (cell["mean_ratio"], cell["p99_ratio"]) if one is not None]
+        worst = [ratio for ratio in (cell["mean_ratio"], cell["p99_ratio"]) if ratio is not None]
         judged = verdict(max(worst)) if worst else ""
         if cell["disturbed"]:
             judged = "disturbed"
@@ -186,8 +186,8 @@ def agents_table(rows: Sequence[Row]) -> Table | None:
                 [
                     policy,
                     f"{load:g}",
-                    _mean_text([one.ttft_ms.mean for one in waits], ".0f"),
-                    _mean_text([one.e2e_ms.mean for one in waits], ".0f"),
+                    _mean_text([answers.ttft_ms.mean for answers in waits], ".0f"),
+                    _mean_text([answers.e2e_ms.mean for answers in waits], ".0f"),
                     _mean_text([row.qps for row in of], ".2f"),
                     _mean_text([row.tokens_per_s for row in of], ".0f"),
                     _mean_text([row.computed_over_optimum for row in of], ".2f"),

@@ -24,7 +24,7 @@ def sentences(rows: Sequence[Row]) -> list[str]:
         for kind, rival in _KINDS:
             lines += _of_policy(policy, mine, kind, rival)
     if failed := [cell for cell in cells if cell["failed"]]:
-        where = joined(f"{one['policy']} at {_where(one)}" for one in failed)
+        where = joined(f"{cell['policy']} at {_where(cell)}" for cell in failed)
         lines.append(f"No ratio, as runs failed: {where}.")
     if disturbed := list(dict.fromkeys(disturbed_runs(rows))):
         lines.append(

@@ -157,7 +157,7 @@ async def _measured(
         _observe(heard, _event_log(key, setting))
     names = _names(engines, heard)
     figures = measure.engines(heard, names, begin_s, load_s)
-    tokens = sum(one.prompt_tokens + one.output_tokens for one in played.samples)
+    tokens = sum(sample.prompt_tokens + sample.output_tokens for sample in played.samples)
     computed = measure.computed_tokens(heard, names)
     return Row(
         key=key,
@@ -223,7 +223,7 @@ async def _watch_lag() -> float:
 
 def _check(warmed: list[Sample]) -> int:
     """How many failed, if few. Raises: DoesNotWorkError."""
-    errors = [one.error for one in warmed if one.error]
+    errors = [sample.error for sample in warmed if sample.error]
     if len(errors) > _MOST_FAILED_SHARE * len(warmed):
         raise DoesNotWorkError(
             f"{len(errors)} of {len(warmed)} requests failed at half load: {errors[0][:500]}",
@@ -327,8 +327,8 @@ def _event_log(key: Key, setting: Setting) -> Path:
 def _observe(heard: Sequence[Heard], path: Path) -> None:
     """Write the log that ``sglang-sbs observe`` would have written of these messages."""
     recorder = TrafficRecorder()
-    for one in heard:
-        recorder.receive(one.report, one.at_s)
+    for message in heard:
+        recorder.receive(message.report, message.at_s)
     log = EventLogWriter(path, SchedulerConfig(), observed=True)
     try:
         for record in recorder.due(float("inf")):

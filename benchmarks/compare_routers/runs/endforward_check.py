@@ -39,10 +39,10 @@ def names_of(
     """
     names = dict(told)
     by_address = {_address(url): name for name, url in urls.items()}
-    for one in heard:
-        name = by_address.get(_address(one.report.instance_id))
+    for message in heard:
+        name = by_address.get(_address(message.report.instance_id))
         if name is not None:
-            names.setdefault(one.report.boot_id, name)
+            names.setdefault(message.report.boot_id, name)
     return names
 
 
@@ -61,11 +61,11 @@ def silent(heard: Iterable[Heard], names: Mapping[str, str]) -> list[str]:
     """
     ranks: dict[str, set[int]] = {name: set() for name in names.values()}
     sizes: dict[str, int] = {}
-    for one in heard:
-        name = names.get(one.report.boot_id)
+    for message in heard:
+        name = names.get(message.report.boot_id)
         if name is not None:
-            ranks[name].add(one.report.dp_rank)
-            sizes[name] = one.report.dp_size
+            ranks[name].add(message.report.dp_rank)
+            sizes[name] = message.report.dp_size
     out = []
     for name, said in sorted(ranks.items()):
         if said:
@@ -90,8 +90,8 @@ async def router_misses(
     """Ranks (``p1/0``) that were heard here, and that a router of ours has nothing of after
     ``wait_s``. ``prefill``: short name -> URL, as the router has it."""
     wanted = {}
-    for one in heard:
-        name, rank = names.get(one.report.boot_id, ""), one.report.dp_rank
+    for message in heard:
+        name, rank = names.get(message.report.boot_id, ""), message.report.dp_rank
         if name in prefill:
             wanted[_address(prefill[name]), str(rank)] = f"{name}/{rank}"
     until_s = time.monotonic() + wait_s
@@ -109,7 +109,7 @@ async def stalled_s(metrics_url: str) -> float:
     them; 0 when it does not answer."""
     async with aiohttp.ClientSession(timeout=_TIMEOUT) as session:
         samples = await _samples(session, metrics_url)
-    return math.fsum(one.value for one in samples if one.name == _STALLED)
+    return math.fsum(sample.value for sample in samples if sample.name == _STALLED)
 
 
 async def _heard_by(
@@ -129,4 +129,4 @@ async def _samples(session: aiohttp.ClientSession, url: str) -> list[Sample]:
             text = await response.text()
     except (aiohttp.ClientError, TimeoutError):
         return []
-    return [one for family in text_string_to_metric_families(text) for one in family.samples]
+    return [sample for family in text_string_to_metric_families(text) for sample in family.samples]

@@ -94,7 +94,9 @@ def scaled_cost(
     Raises:
         CostError: tokens cost nothing.
     """
-    lengths = [one.prompt_tokens for one in WORKLOADS["paper"](1, _MIX_REQUESTS, chunk_tokens)]
+    lengths = [
+        arrival.prompt_tokens for arrival in WORKLOADS["paper"](1, _MIX_REQUESTS, chunk_tokens)
+    ]
     pairs = sum(length**2 / 2 for length in lengths)
     cost = cost.of_tokens_only(pairs / sum(lengths), len(lengths) / sum(lengths))
     if cost.mean_s + cost.max_s <= 0:

@@ -10,6 +10,6 @@ from benchmarks.hostile.case import CASES, Case
 
 def all_cases() -> dict[str, Case]:
     """Those of every module here, by name."""
-    for module in sorted(pkgutil.iter_modules(__path__), key=lambda one: one.name):
+    for module in sorted(pkgutil.iter_modules(__path__), key=lambda found: found.name):
         importlib.import_module(f"{__name__}.{module.name}")
     return CASES

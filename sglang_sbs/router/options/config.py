@@ -38,7 +38,7 @@ class ClientPace:
     """How slow a client may be."""
 
     grace_s: float = 30.0
-    """Time for a body before its pace counts. The first request head of a connection has as long."""
+    """Time for a body before its pace counts, and for the first request head of a connection."""
     finish_s: float = 60.0
     """Time that a client which stopped reading has to take the rest of a finished response, or to
     resume a paused stream. Its request occupies a decode rank meanwhile."""

@@ -53,7 +53,7 @@ def register() -> None:
 
     def pop_and_tell(queue: Any, *args: Any, **kwargs: Any) -> Any:
         popped = pop_preallocated(queue, *args, **kwargs)
-        if any(one.waiting_for_input for one in queue.queue):
+        if any(request.waiting_for_input for request in queue.queue):
             if queue.transfer_queue.queue:
                 (folder / "waits-for-transfer").touch()
             if queue.transfer_queue._deferred_releases:

@@ -140,13 +140,13 @@ async def test_tokens_come_back_in_the_order_of_asking_and_never_beyond_the_buck
     door = Admission(1, 10, 20.0)
     order: list[int] = []
 
-    async def one(number: int) -> None:
+    async def ask(number: int) -> None:
         async with door.slot():
             order.append(number)
             assert door.running == 1
 
     async with door.slot():
-        tasks = [asyncio.create_task(one(number)) for number in range(5)]
+        tasks = [asyncio.create_task(ask(number)) for number in range(5)]
         await until(lambda: door.queued == 5)
         tasks[2].cancel()
         await until(lambda: door.queued == 4)

@@ -43,9 +43,9 @@ async def test_new_requests_go_elsewhere_and_running_ones_end() -> None:
         assert (len(drained.requests), len(other.requests)) == (2, 8)
         await c.settled()
         async with c.get("/workers") as response:
-            workers = {one["url"]: one for one in (await response.json())["workers"]}
-        assert {url: one["draining"] for url, one in workers.items()} == {
-            one.url: one is drained for one in (*c.prefill, *c.decode)
+            workers = {worker["url"]: worker for worker in (await response.json())["workers"]}
+        assert {url: worker["draining"] for url, worker in workers.items()} == {
+            worker.url: worker is drained for worker in (*c.prefill, *c.decode)
         }
         assert workers[drained.url]["load"] == 0
         assert workers[drained.url]["is_healthy"]
@@ -74,7 +74,7 @@ async def test_a_drained_worker_stays_drained_through_a_restart() -> None:
         registry.set_healthy(worker, True)
         assert not worker.usable
         # The scheduler is told of each: what it believed of the engine is over, then that it works.
-        assert [one.drained for one in downs] == [True, False, True]
+        assert [worker.drained for worker in downs] == [True, False, True]
         await asyncio.gather(*(c.generate(text="a") for _ in range(4)))
         assert c.prefill[0].requests == []
         assert len(c.prefill[1].requests) == 4

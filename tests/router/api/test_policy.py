@@ -99,7 +99,7 @@ async def test_two_hundred_streams_outlive_switches_and_each_ends_once() -> None
                 assert response.status == 200
                 events = sse_events(await response.read())
             assert events[-1] == "[DONE]"
-            assert not any("error" in one for one in events[:-1])
+            assert not any("error" in event for event in events[:-1])
             ended.append(events[-1])
 
         tasks = [asyncio.create_task(stream()) for _ in range(100)]
@@ -131,7 +131,9 @@ async def test_the_event_log_has_the_switches_and_replays_bit_for_bit(tmp_path: 
         await asyncio.gather(*(c.generate(text="hello") for _ in range(5)))
         await c.settled()
     switches = [
-        one.event.policy for one in read_event_log(path) if isinstance(one.event, PolicySwitched)
+        entry.event.policy
+        for entry in read_event_log(path)
+        if isinstance(entry.event, PolicySwitched)
     ]
     assert switches == ["random", "sbs", "cache_aware", "sbs"]
     result = replay(path)

@@ -50,10 +50,10 @@ async def test_a_request_is_found_by_each_of_its_ids(stream: bool) -> None:
             assert again.request_id == "abc"
             assert again.attempts[0].timeline.rid == rid
         assert (story.kind, story.status) == ("generate", 200)
-        assert [one.outcome for one in story.sent] == ["completed"]
+        assert [attempt.outcome for attempt in story.sent] == ["completed"]
         assert attempt.why is not None
         assert (attempt.why.opening, attempt.why.term) == (Opening.IDLE, Term.SOONEST)
-        (chosen,) = [one for one in attempt.why.candidates if one.chosen]
+        (chosen,) = [candidate for candidate in attempt.why.candidates if candidate.chosen]
         assert attempt.timeline.decision is not None
         assert chosen.instance == attempt.timeline.decision.prefill
         assert list(attempt.parts) == ["admission", "hold", "engine", "decode"]
@@ -131,8 +131,8 @@ async def test_a_repeated_request_shows_what_failed_and_what_did_not() -> None:
             await response.read()
         await c.settled()
         story = await story_of(c, "r")
-        assert [one.outcome for one in story.sent] == ["failed", "failed", "completed"]
-        assert [bool(one.failure) for one in story.sent] == [True, True, False]
+        assert [attempt.outcome for attempt in story.sent] == ["failed", "failed", "completed"]
+        assert [bool(attempt.failure) for attempt in story.sent] == [True, True, False]
         assert "retries" not in story.attempts[0].parts
         assert story.attempts[2].parts["retries"] > 0
 
@@ -165,7 +165,7 @@ async def test_the_split_is_a_header_of_the_answer_for_who_asks(stream: bool) ->
         async with c.post("/generate", body, headers=TIMING) as response:
             await response.read()
             parts = dict(
-                one.split(";dur=") for one in response.headers["Server-Timing"].split(", ")
+                part.split(";dur=") for part in response.headers["Server-Timing"].split(", ")
             )
         assert list(parts)[:2] == ["admission", "hold"]
         total_ms = sum(float(parts[name]) for name in parts if name != "ttft")
@@ -194,9 +194,9 @@ async def test_the_access_log_has_the_lines_that_are_wanted(
         async with c.post("/generate", {"text": 3}) as response:
             assert response.status == 400
         rid = (await story_of(c, "r")).attempts[0].timeline.rid
-        found = [one.message for one in caplog.records if one.name == "sglang_sbs.access"]
-        found = [one for one in found if "/generate" in one]
-    assert ["fine" if " 200 " in one else "bad" for one in found] == lines
+        found = [record.message for record in caplog.records if record.name == "sglang_sbs.access"]
+        found = [line for line in found if "/generate" in line]
+    assert ["fine" if " 200 " in line else "bad" for line in found] == lines
     if which == "all":
         assert f"rid {rid}; ttft " in found[0]
         assert "(admission " in found[0]
@@ -234,8 +234,8 @@ def test_only_so_many_requests_are_remembered(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(recent, "MOST_KEPT", 10)
     kept = RecentRequests()
     for number in range(50):
-        one = kept.begin(f"id {number}", "generate", time.monotonic(), 1, [f"rid {number}"])
-        kept.on_submitted(one, f"own {number}", 0, 1.0)
+        record = kept.begin(f"id {number}", "generate", time.monotonic(), 1, [f"rid {number}"])
+        kept.on_submitted(record, f"own {number}", 0, 1.0)
     assert kept.find("id 39") is None
     assert kept.find("own 39") is None
     assert kept.find("rid 40") is kept.find("own 40")

@@ -28,8 +28,8 @@ async def test_texts_and_chats_become_ids_and_ids_texts(prefix: str) -> None:
     text, chat = own.text_ids(TEXT).tolist(), own.chat_ids({"messages": CHAT}).ids.tolist()
     async with cluster("--tokenizer-path", str(MODEL)) as c:
         told = {"max_model_len": 40960}
-        one = (200, told | {"tokens": text, "count": len(text)})
-        assert await asked(c, f"{prefix}/tokenize", {"prompt": TEXT}) == one
+        single = (200, told | {"tokens": text, "count": len(text)})
+        assert await asked(c, f"{prefix}/tokenize", {"prompt": TEXT}) == single
         many = (200, told | {"tokens": [text, []], "count": [len(text), 0]})
         assert await asked(c, f"{prefix}/tokenize", {"prompt": [TEXT, ""]}) == many
         of_chat = (200, told | {"tokens": chat, "count": len(chat)})
@@ -117,9 +117,9 @@ async def test_without_a_tokenizer_it_says_which_flag_is_missing() -> None:
 
 async def test_the_tokenizer_is_listed_in_the_stock_form() -> None:
     async with cluster("--tokenizer-path", str(MODEL)) as c, c.get("/v1/tokenizers") as response:
-        (one,) = (await response.json())["tokenizers"]
-        assert one["source"] == str(MODEL)
-        assert one["vocab_size"] == 512
+        (single,) = (await response.json())["tokenizers"]
+        assert single["source"] == str(MODEL)
+        assert single["vocab_size"] == 512
 
 
 async def test_tokenize_requires_the_key_of_prompts() -> None:

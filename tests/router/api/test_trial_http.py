@@ -121,8 +121,8 @@ async def test_slots_alternate_under_load_and_every_request_ends_once() -> None:
         assert len(switches) >= 3
         assert c.server.scheduler.policy.policy == "sbs"
         assert c.server.dispatcher.snapshot().policy == "sbs"
-        assert all(one["slots"] >= 3 for one in told["arms"].values())
-        assert sum(one["requests"] for one in told["arms"].values()) <= answered
+        assert all(arm["slots"] >= 3 for arm in told["arms"].values())
+        assert sum(arm["requests"] for arm in told["arms"].values()) <= answered
         assert c.server.dispatcher.pump.trial is None
 
 

@@ -45,18 +45,18 @@ class Connection:
 
 async def test_one_slice_of_one_connection_is_fed_in_a_turn() -> None:
     slices, data = Slices(), b"1\r\nx\r\n" * 10_000
-    one, other = Connection(), Connection()
-    inputs = [DenseInput(connection, connection, slices) for connection in (one, other)]
+    first, other = Connection(), Connection()
+    inputs = [DenseInput(connection, connection, slices) for connection in (first, other)]
     for dense in inputs:
         dense.received(data)
-    assert not one.fed and not one.reads
+    assert not first.fed and not first.reads
     turns = 0
-    while not (one.reads and other.reads):
-        before = len(one.fed) + len(other.fed)
+    while not (first.reads and other.reads):
+        before = len(first.fed) + len(other.fed)
         await asyncio.sleep(0)
         turns += 1
-        assert len(one.fed) + len(other.fed) <= before + 1
-    for connection in (one, other):
+        assert len(first.fed) + len(other.fed) <= before + 1
+    for connection in (first, other):
         assert b"".join(connection.fed) == data
         assert max(map(len, connection.fed)) <= SLICE_BYTES
     assert turns >= 2 * len(data) // SLICE_BYTES
@@ -64,29 +64,29 @@ async def test_one_slice_of_one_connection_is_fed_in_a_turn() -> None:
 
 async def test_order_is_kept_and_aiohttp_stays_paused() -> None:
     slices, dense_data = Slices(), b"\n" * 10_000
-    one = Connection()
-    dense = DenseInput(one, one, slices)
+    connection = Connection()
+    dense = DenseInput(connection, connection, slices)
     dense.received(dense_data)
     dense.received(b"what comes after it")
-    one._reading_paused = True
+    connection._reading_paused = True
     for _ in range(2 * len(dense_data) // SLICE_BYTES + 2):
         await asyncio.sleep(0)
-    assert b"".join(one.fed) == dense_data + b"what comes after it"
-    assert not one.reads, "aiohttp goes on by itself"
+    assert b"".join(connection.fed) == dense_data + b"what comes after it"
+    assert not connection.reads, "aiohttp goes on by itself"
     large = b"x" * 300_000
     dense.received(large)
-    assert one.fed[-1] == large, "few lines are not cut"
+    assert connection.fed[-1] == large, "few lines are not cut"
 
 
 async def test_a_connection_that_is_gone_gets_nothing_more() -> None:
     slices = Slices()
-    one = Connection()
-    dense = DenseInput(one, one, slices)
+    connection = Connection()
+    dense = DenseInput(connection, connection, slices)
     dense.received(b"\n" * 10_000)
     dense.lost()
     for _ in range(10):
         await asyncio.sleep(0)
-    assert not one.fed
+    assert not connection.fed
 
 
 @pytest.mark.parametrize("factory", [uvloop.new_event_loop, asyncio.new_event_loop])

@@ -230,12 +230,12 @@ async def test_connections_that_are_gone_leave_the_books(asked: bytes, metrics: 
         waiting = doorman._waiting
         known = set(waiting)
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        await until(lambda: any(one not in known for one in waiting))
+        await until(lambda: any(transport not in known for transport in waiting))
         writer.write(asked)
         if asked.endswith(b"\r\n\r\n"):
             await reader.readuntil(b"\r\n\r\n")
         writer.close()
-        await until(lambda: all(one in known for one in waiting))
+        await until(lambda: all(transport in known for transport in waiting))
 
 
 async def test_what_is_closed_already_makes_no_room() -> None:

@@ -117,7 +117,7 @@ def test_a_long_piece_of_a_stream_is_not_copied() -> None:
     long = memoryview(bytes(MIB))
     for piece in (b"data: 1\n\n", long):
         stream.push(piece)
-    assert any(one is long for one in transport.written)
+    assert any(piece is long for piece in transport.written)
     wire = b"".join(transport.written)
     assert wire == b"9\r\ndata: 1\n\n\r\n100000\r\n" + bytes(MIB) + b"\r\n"
 

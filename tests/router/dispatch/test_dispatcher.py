@@ -110,11 +110,11 @@ async def test_a_gang_is_released_in_one_go_and_in_order() -> None:
     dispatcher = LocalDispatcher(Scripted(answers))
     order: list[str] = []
 
-    async def one(rid: str) -> None:
+    async def ask(rid: str) -> None:
         await dispatcher.dispatch(submitted(rid))
         order.append(rid)
 
-    await asyncio.gather(one("a"), one("b"), one("c"))
+    await asyncio.gather(ask("a"), ask("b"), ask("c"))
     assert sorted(order) == ["a", "b", "c"]
 
 
@@ -139,7 +139,7 @@ async def test_everyone_of_a_gang_is_told_what_is_sent_beside_it() -> None:
     told = await asyncio.gather(
         *(dispatcher.dispatch(submitted(sized(rid))) for rid in "abcdef"), return_exceptions=True
     )
-    parts = [one.gang for one in told if isinstance(one, Dispatch)]
+    parts = [command.gang for command in told if isinstance(command, Dispatch)]
     assert all(part is not None for part in parts)
     assert [(part.members, part.ranks) for part in parts if part] == [
         *((2, 2), (2, 2), (2, 2), (1, 1), (2, 2)),

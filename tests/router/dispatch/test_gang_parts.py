@@ -29,7 +29,11 @@ def leave(
 def parts_of(gangs: GangParts, *commands: Dispatch) -> list[GangPart]:
     told = gangs.labelled([*commands, WakeAt(time_s=1.0)])
     assert told[-1] == WakeAt(time_s=1.0)
-    return [one.gang for one in told if isinstance(one, Dispatch) and one.gang is not None]
+    return [
+        command.gang
+        for command in told
+        if isinstance(command, Dispatch) and command.gang is not None
+    ]
 
 
 def says(part: GangPart) -> tuple[int, int, int]:
@@ -39,7 +43,7 @@ def says(part: GangPart) -> tuple[int, int, int]:
 def test_who_leaves_together_is_told_how_many_they_are():
     a, b, c = parts_of(GangParts(), leave("a", 0, 7), leave("b", 0, 7), leave("c", 1, 7))
     assert a.tag == b.tag == c.tag
-    assert [(one.members, one.ranks) for one in (a, b, c)] == [(2, 2), (2, 2), (1, 2)]
+    assert [(part.members, part.ranks) for part in (a, b, c)] == [(2, 2), (2, 2), (1, 2)]
 
 
 def test_who_leaves_later_for_the_same_pass_follows_the_gang():

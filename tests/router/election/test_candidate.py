@@ -351,10 +351,10 @@ def course(seed: int, seconds: float = 120.0) -> list[tuple[int, int]]:
     while due[0][0] < seconds:
         at_s, _, what = heapq.heappop(due)
         what(at_s)
-        terms = [one.candidate.term_at(at_s + one.clock_s) for one in machines]
+        terms = [machine.candidate.term_at(at_s + machine.clock_s) for machine in machines]
         leaders = [(term, n) for n, term in enumerate(terms) if term is not None]
         assert len(leaders) <= 1, f"at {at_s:.2f} s: {leaders}"
-        led += [one for one in leaders if not led or one != led[-1]]
+        led += [leader for leader in leaders if not led or leader != led[-1]]
     return led
 
 

@@ -24,8 +24,8 @@ TIMES = ElectionTimes(lease_s=2, renew_s=1.2, retry_s=0.1)
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def etcd(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Etcd]:
-    async with running_etcd(tmp_path_factory.mktemp("etcd")) as one:
-        yield one
+    async with running_etcd(tmp_path_factory.mktemp("etcd")) as process:
+        yield process
 
 
 @pytest_asyncio.fixture(loop_scope="module")

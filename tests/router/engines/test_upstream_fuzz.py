@@ -343,7 +343,7 @@ def test_a_connection_that_is_over_leaves_nothing_to_the_collector(lost: bool) -
     """Its reader and its parser hold each other, and the router's collector seldom runs."""
 
     def readers() -> int:
-        return sum(isinstance(one, ResponseReader) for one in gc.get_objects())
+        return sum(isinstance(found, ResponseReader) for found in gc.get_objects())
 
     gc.collect()
     gc.disable()

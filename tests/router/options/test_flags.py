@@ -153,8 +153,8 @@ def test_both_spellings_mean_the_same() -> None:
 
 @pytest.mark.parametrize("option", IGNORED_OPTIONS, ids=lambda option: option.flag)
 def test_flags_without_meaning_are_accepted_with_one_warning(option: Option) -> None:
-    one = [] if option.type is switch else ["5"]
-    values = one if option.nargs is None else ["a=b", "c=d"]
+    value = [] if option.type is switch else ["5"]
+    values = value if option.nargs is None else ["a=b", "c=d"]
     options = parse_flags([f"--{option.flag}", *values, *PD, *QUIET])
     (warning,) = options.warnings
     assert f"--{option.flag} has no effect" in warning

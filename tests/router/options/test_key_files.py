@@ -15,7 +15,7 @@ PD = ("--prefill", "http://p:1", "--decode", "http://d:1", "--sbs-endforward-bin
 
 def keys_of(*flags: str) -> tuple[str | None, str | None, list[str]]:
     options: RouterOptions = parse_flags([*PD, *flags])
-    return options.api_key, options.admin_api_key, [one.key for one in options.control_plane_keys]
+    return options.api_key, options.admin_api_key, [key.key for key in options.control_plane_keys]
 
 
 def test_keys_come_from_files(tmp_path: Path) -> None:

@@ -95,11 +95,11 @@ def test_every_flag_has_a_variable_of_its_own_and_can_be_in_a_file(tmp_path: Pat
     assert VARIABLES["SGLANG_SBS_TRIGGER"].flag == "sbs-trigger"
     assert VARIABLES["SGLANG_SBS_QUEUE_TIMEOUT_SECS"].flag == "queue-timeout-secs"
     assert VARIABLES["SGLANG_SBS_SBS_QUEUE_TIMEOUT_SECS"].flag == "sbs-queue-timeout-secs"
-    flags = [one.flag for one in VARIABLES.values()]
+    flags = [variable.flag for variable in VARIABLES.values()]
     assert len(flags) == len(set(flags))
     without = {option.flag for option in OPTIONS.values() if option.help} - set(flags)
     assert without == set()
-    switches = [one.flag for one in OPTIONS.values() if one.type is switch and one.help]
+    switches = [option.flag for option in OPTIONS.values() if option.type is switch and option.help]
     text = "".join(f"{flag}: false\n" for flag in switches)
     assert parse_flags([*PD, *config(tmp_path, text)]) == parse_flags(PD)
 

@@ -106,7 +106,7 @@ class Several:
         return view.connected and view.address == address
 
     async def all_follow(self, address: str) -> None:
-        await until(lambda: all(self.follows(one, address) for one in self.front_ends))
+        await until(lambda: all(self.follows(front_end, address) for front_end in self.front_ends))
 
     async def books_are_empty(self) -> None:
         await until(lambda: all(side.books == (0, 0, 0) for side in self.sides.values()))

@@ -151,8 +151,8 @@ class _Model:
         self.now_s = 0.0
         self.terms: list[int] = []
 
-    def sees(self, kind: str, one: int, scheduler: int) -> bool:
-        return (kind, one, scheduler) not in self.cut
+    def sees(self, kind: str, asker: int, scheduler: int) -> bool:
+        return (kind, asker, scheduler) not in self.cut
 
     def step(self) -> None:
         self.now_s += USUAL.tick_s
@@ -169,22 +169,22 @@ class _Model:
             after = order.decide(heard, self.now_s)
             if after is not None and before is None:
                 self.terms.append(after)
-        for one in range(self.front_ends):
-            self._front_end(one)
+        for front_end in range(self.front_ends):
+            self._front_end(front_end)
 
-    def _front_end(self, one: int) -> None:
-        seen = [i for i in range(self.count) if self.sees("f", one, i)]
+    def _front_end(self, number: int) -> None:
+        seen = [i for i in range(self.count) if self.sees("f", number, i)]
         leaders = [(t, i) for i in seen if (t := self.orders[i].term) is not None]
-        self.followed[one] = None
-        if leaders and max(leaders)[0] >= self.known[one]:
-            self.known[one], self.followed[one] = max(leaders)
-        served = self.followed[one] is not None
+        self.followed[number] = None
+        if leaders and max(leaders)[0] >= self.known[number]:
+            self.known[number], self.followed[number] = max(leaders)
+        served = self.followed[number] is not None
         for i in seen:
             self.orders[i].on_look(
-                Look(who=f"{one}", term=self.known[one], served=served), self.now_s
+                Look(who=f"{number}", term=self.known[number], served=served), self.now_s
             )
-            if self.orders[i].term is not None and self.known[one] > self.orders[i].term:
-                self.orders[i].exceed(self.known[one])
+            if self.orders[i].term is not None and self.known[number] > self.orders[i].term:
+                self.orders[i].exceed(self.known[number])
 
     def leaders(self) -> list[int]:
         return [i for i, order in enumerate(self.orders) if order.term is not None]

@@ -234,24 +234,24 @@ async def test_the_end_of_a_session_ends_all_its_requests_whatever_the_scheduler
 
 async def test_workers_are_one_set_for_all(world: World) -> None:
     side = await world.boot()
-    one, other = [await world.front_end() for _ in range(2)]
+    first, other = [await world.front_end() for _ in range(2)]
     worker_id = (
-        await one.link.ask(AddWorker(url="http://p9:1", role="prefill", bootstrap_port=9000))
+        await first.link.ask(AddWorker(url="http://p9:1", role="prefill", bootstrap_port=9000))
     ).worker_id
-    assert one.registry.by_id(worker_id) is not None
+    assert first.registry.by_id(worker_id) is not None
     await until(lambda: other.registry.by_id(worker_id) is not None)
     with pytest.raises(ValueError, match="already"):
         await other.link.ask(AddWorker(url="http://p9:1", role="prefill", bootstrap_port=9000))
     await other.link.ask(RemoveWorker(worker_id=worker_id))
-    await until(lambda: one.registry.by_id(worker_id) is None)
+    await until(lambda: first.registry.by_id(worker_id) is None)
     with pytest.raises(ValueError, match="unknown worker"):
         await other.link.ask(RemoveWorker(worker_id=worker_id))
-    await one.link.ask(RemoveWorker(worker_id=side.registry.of_role("prefill")[0].id))
+    await first.link.ask(RemoveWorker(worker_id=side.registry.of_role("prefill")[0].id))
     before = {worker.url: worker.id for worker in side.registry}
     world.crash()
-    await until(lambda: not one.link.connected)
+    await until(lambda: not first.link.connected)
     with pytest.raises(RouterError) as error:
-        await one.link.ask(AddWorker(url="http://p8:1", role="prefill", bootstrap_port=9000))
+        await first.link.ask(AddWorker(url="http://p8:1", role="prefill", bootstrap_port=9000))
     assert error.value.code == "scheduler_unavailable"
     # Its flags name two prefill workers; the front ends know better.
     after = await world.boot()
@@ -261,36 +261,36 @@ async def test_workers_are_one_set_for_all(world: World) -> None:
 
 async def test_blame_goes_to_the_scheduler_and_its_verdict_to_everybody(world: World) -> None:
     side = await world.boot()
-    one, other = [await world.front_end() for _ in range(2)]
+    first, other = [await world.front_end() for _ in range(2)]
     url = side.registry.of_role("prefill")[0].url
     failure = transport_failure("prefill", url, "refused", unreachable=True)
-    one.registry.leg_failed(failure)
+    first.registry.leg_failed(failure)
     mirrored = other.registry.get(url)
     assert mirrored is not None
     await until(lambda: not mirrored.healthy)
     assert side.registry.get(url).failures == 1  # type: ignore[union-attr]
     # Alone, a front end judges for itself.
     world.crash()
-    await until(lambda: not one.link.connected)
+    await until(lambda: not first.link.connected)
     second = side.registry.of_role("prefill")[1].url
-    one.registry.leg_failed(transport_failure("prefill", second, "refused", unreachable=True))
+    first.registry.leg_failed(transport_failure("prefill", second, "refused", unreachable=True))
     with pytest.raises(Refused, match="prefill"):
-        await one.ask("nowhere to go")
+        await first.ask("nowhere to go")
 
 
 async def test_rooms_left_on_prefill_are_counted_by_the_scheduler_for_everybody(
     world: World,
 ) -> None:
     side = await world.boot()
-    one, other = [await world.front_end() for _ in range(2)]
+    first, other = [await world.front_end() for _ in range(2)]
     url = side.registry.of_role("prefill")[0].url
-    one.registry.room_left(url)
+    first.registry.room_left(url)
     other.registry.room_left(url)
     worker = side.registry.get(url)
     assert worker is not None
     await until(lambda: worker.rooms_left == 2)
     assert worker.failures == 0, "that is nobody's blame"
-    one.registry.leg_failed(transport_failure("prefill", url, "reset"))
+    first.registry.leg_failed(transport_failure("prefill", url, "reset"))
     await until(lambda: worker.failures == 1)
     assert worker.rooms_left == 2
     mirrored = other.registry.get(url)
@@ -300,11 +300,11 @@ async def test_rooms_left_on_prefill_are_counted_by_the_scheduler_for_everybody(
 
 async def test_every_front_end_learns_that_a_worker_takes_ranks_as_hints(world: World) -> None:
     side = await world.boot()
-    one, other = [await world.front_end() for _ in range(2)]
+    first, other = [await world.front_end() for _ in range(2)]
     worker = side.registry.of_role("prefill")[0]
     for number in range(WINDOW):
         side.registry.accepted(worker, f"r{number}", named_rank=0, rank=1)
-    mirrored = [front_end.registry.get(worker.url) for front_end in (one, other)]
+    mirrored = [front_end.registry.get(worker.url) for front_end in (first, other)]
     await until(lambda: all(each is not None and each.rank_is_a_hint for each in mirrored))
     late = (await world.front_end()).registry.get(worker.url)
     assert late is not None
@@ -314,12 +314,12 @@ async def test_every_front_end_learns_that_a_worker_takes_ranks_as_hints(world: 
 
 async def test_a_lost_worker_and_an_abort_are_told_to_all(world: World) -> None:
     side = await world.boot()
-    one, other = [await world.front_end() for _ in range(2)]
+    first, other = [await world.front_end() for _ in range(2)]
     worker = side.registry.of_role("decode")[0]
     side.registry.silenced(worker)
     await until(lambda: other.silenced == [worker.url])
-    assert (await one.link.ask(AbortElsewhere(rid="x"))).count == 2
-    assert (one.aborted, other.aborted) == ([], ["x"])
+    assert (await first.link.ask(AbortElsewhere(rid="x"))).count == 2
+    assert (first.aborted, other.aborted) == ([], ["x"])
     assert await side.hub.metrics_pages() == ["# front end 0\n", "# front end 1\n"]
 
 
@@ -329,24 +329,24 @@ async def test_frames_of_the_dashboard_come_while_somebody_looks_and_the_session
     side = await world.boot()
     feed = LocalFeed(side.hub.pump)
     side.hub.frames = feed.watch
-    one, other = [await world.front_end() for _ in range(2)]
+    first, other = [await world.front_end() for _ in range(2)]
     frames: list[bool] = []
-    one.link.dashboard_frame = lambda payload, full: frames.append(full)
+    first.link.dashboard_frame = lambda payload, full: frames.append(full)
     for _ in range(2):
-        one.link.tell(WatchDashboard(history=True))
+        first.link.tell(WatchDashboard(history=True))
         await until(lambda: any(full and not then for full, then in pairwise(frames)))
         assert len(feed.watchers) == 1
         frames.clear()
     before = list(feed.watchers)
-    one.link.tell(WatchDashboard())  # as an earlier release renews what it wants
-    await one.link.ask(AbortElsewhere(rid="x"))
+    first.link.tell(WatchDashboard())  # as an earlier release renews what it wants
+    await first.link.ask(AbortElsewhere(rid="x"))
     assert list(feed.watchers) == before
-    one.link.tell(WatchDashboard(ended=True))
+    first.link.tell(WatchDashboard(ended=True))
     await until(lambda: len(feed.watchers) == 0)
-    for front_end in (one, other):
+    for front_end in (first, other):
         front_end.link.tell(WatchDashboard(history=True))
     await until(lambda: len(feed.watchers) == 2)
-    one.link.close()
+    first.link.close()
     await until(lambda: len(feed.watchers) == 1)
     side.hub.follow()
     assert len(feed.watchers) == 0

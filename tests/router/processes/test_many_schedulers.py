@@ -62,20 +62,20 @@ async def test_a_standby_says_who_leads(several: Several) -> None:
 
 
 async def test_when_another_takes_over_it_is_told_what_is_in_flight(several: Several) -> None:
-    one, two = several.scheduler("a"), several.scheduler("b")
+    side, other = several.scheduler("a"), several.scheduler("b")
     several.ballots["a"].win(1)
     front_ends = [await several.front_end() for _ in range(2)]
     for number, front_end in enumerate(front_ends):
         for request in range(5):
             await front_end.ask(f"{number}/{request}")
-    assert one.books == (0, 10, 20)
+    assert side.books == (0, 10, 20)
     several.crash("a")
     await until(lambda: not any(front_end.link.connected for front_end in front_ends))
     # While nobody schedules, requests are placed at once, and that one is submitted, too.
     await front_ends[0].ask("0/during")
     several.ballots["b"].win(2)
     await several.all_follow("b")
-    await until(lambda: two.books == (0, 11, 22))
+    await until(lambda: other.books == (0, 11, 22))
     for number, front_end in enumerate(front_ends):
         for request in range(5):
             front_end.link.on_ended(f"{number}/{request}", "completed", 1)
@@ -86,20 +86,20 @@ async def test_when_another_takes_over_it_is_told_what_is_in_flight(several: Sev
 async def test_a_scheduler_that_loses_the_lead_drops_all_requests(
     several: Several,
 ) -> None:
-    one, two = several.scheduler("a", HOLDING), several.scheduler("b")
+    side, other = several.scheduler("a", HOLDING), several.scheduler("b")
     several.ballots["a"].win(1)
     front_end = await several.front_end()
     await front_end.ask("placed")
     waiting = [front_end.ask(f"waiting {number}") for number in range(4)]
-    await until(lambda: one.books[0] == 4)
-    dispatches = sum(worker.dispatches for worker in one.registry)
+    await until(lambda: side.books[0] == 4)
+    dispatches = sum(worker.dispatches for worker in side.registry)
     several.ballots["a"].lose()
-    assert one.books == (0, 0, 0)
-    assert sum(worker.dispatches for worker in one.registry) == dispatches
+    assert side.books == (0, 0, 0)
+    assert sum(worker.dispatches for worker in side.registry) == dispatches
     several.ballots["b"].win(2)
     await asyncio.gather(*waiting)
     await several.all_follow("b")
-    await until(lambda: two.books == (0, 5, 10))
+    await until(lambda: other.books == (0, 5, 10))
     for rid in ("placed", *(f"waiting {number}" for number in range(4))):
         front_end.link.on_ended(rid, "completed", 1)
     await several.books_are_empty()
@@ -151,20 +151,20 @@ async def test_a_leader_of_an_earlier_term_gets_no_front_ends(
 
 
 async def test_of_two_that_believe_in_their_lead_all_follow_the_later(several: Several) -> None:
-    one, two = several.scheduler("a"), several.scheduler("b")
+    side, other = several.scheduler("a"), several.scheduler("b")
     several.ballots["a"].steps_down = False
     several.ballots["a"].win(1)
     front_ends = [await several.front_end() for _ in range(3)]
     await front_ends[0].ask("before")
-    assert one.books == (0, 1, 2)
+    assert side.books == (0, 1, 2)
     several.ballots["b"].win(2)
     await several.all_follow("b")
     await until(lambda: several.ballots["a"].exceeded)  # the first is told of the later term
     for number, front_end in enumerate(front_ends):
         await front_end.ask(f"after {number}")
-    await until(lambda: two.books == (0, 4, 8))
+    await until(lambda: other.books == (0, 4, 8))
     # It holds nothing of what it had, and nobody comes back to it.
-    await until(lambda: one.books == (0, 0, 0))
+    await until(lambda: side.books == (0, 0, 0))
     for number, front_end in enumerate(front_ends):
         front_end.link.on_ended(f"after {number}", "completed", 1)
     front_ends[0].link.on_ended("before", "completed", 1)
@@ -202,19 +202,19 @@ async def test_a_decision_of_an_earlier_term_reaches_nobody(several: Several) ->
 
 async def test_a_lead_that_has_lapsed_sends_nothing_more(several: Several) -> None:
     """A process that was stopped goes on: what it decided then must not leave."""
-    one = several.scheduler("a")
+    side = several.scheduler("a")
     several.ballots["a"].win(1)
     front_end = await several.front_end()
     line = front_end.link._line
     assert line is not None
     heard: list[object] = []
     line._receive = heard.append
-    one.hub._ticker.cancel()  # it would say so, but may come later
+    side.hub._ticker.cancel()  # it would say so, but may come later
     several.ballots["a"].lapsed = True
     waiting = front_end.ask("late")
     await until(lambda: heard and isinstance(heard[-1], messages.Unwelcome))
     assert not any(isinstance(message, Decisions) for message in heard)
-    assert one.books == (0, 0, 0)
+    assert side.books == (0, 0, 0)
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
 

@@ -18,16 +18,16 @@ from sglang_sbs.router.processes.messages import DrainWorker, SwitchPolicy
 
 
 async def test_a_policy_switch_reaches_all_front_ends_and_the_standby(several: Several) -> None:
-    one, two = several.scheduler("a", HOLDING), several.scheduler("b", HOLDING)
+    side, other = several.scheduler("a", HOLDING), several.scheduler("b", HOLDING)
     several.ballots["a"].win(1)
     first, second = [await several.front_end() for _ in range(2)]
     waiting = [one_.ask(f"{n}") for n, one_ in enumerate((first, second) * 5)]
-    await until(lambda: one.books[0] > 0 and sum(one.books[:2]) == 10)
+    await until(lambda: side.books[0] > 0 and sum(side.books[:2]) == 10)
     await first.link.ask(SwitchPolicy(policy="least_tokens"))
     # What waited is placed by the new rule.
     placed = await asyncio.gather(*waiting)
     assert len({dispatch.rid for dispatch in placed}) == 10
-    assert one.scheduler.snapshot(0.0).policy == "least_tokens"
+    assert side.scheduler.snapshot(0.0).policy == "least_tokens"
     assert first.link.policy.policy == "least_tokens"
     await until(lambda: second.link.policy.policy == "least_tokens")
     assert second.link.policy.state.by == "front end 0"
@@ -36,12 +36,12 @@ async def test_a_policy_switch_reaches_all_front_ends_and_the_standby(several: S
     await until(lambda: not any(one_.link.connected for one_ in several.front_ends))
     several.ballots["b"].win(2)
     await several.all_follow("b")
-    await until(lambda: two.books == (0, 10, 20))
-    assert two.scheduler.snapshot(0.0).policy == "least_tokens"
-    assert two.hub.policy.state.by == "front end 0"
+    await until(lambda: other.books == (0, 10, 20))
+    assert other.scheduler.snapshot(0.0).policy == "least_tokens"
+    assert other.hub.policy.state.by == "front end 0"
     await second.ask("after")
     await second.link.ask(SwitchPolicy(policy="round_robin"))
-    assert two.hub.policy.state.age == (2, 2)
+    assert other.hub.policy.state.age == (2, 2)
     for number, one_ in enumerate((first, second) * 5):
         one_.link.on_ended(str(number), "completed", 1)
     second.link.on_ended("after", "completed", 1)
@@ -51,7 +51,7 @@ async def test_a_policy_switch_reaches_all_front_ends_and_the_standby(several: S
 async def test_a_scheduler_that_was_cut_off_learns_of_the_switch_made_meanwhile(
     several: Several,
 ) -> None:
-    one = several.scheduler("a")
+    side = several.scheduler("a")
     several.scheduler("b")
     several.ballots["a"].win(1)
     front_end = await several.front_end()
@@ -60,16 +60,16 @@ async def test_a_scheduler_that_was_cut_off_learns_of_the_switch_made_meanwhile(
     several.ballots["b"].win(2)
     await several.all_follow("b")
     await front_end.link.ask(SwitchPolicy(policy="random"))
-    assert one.hub.policy.policy == "eta"
+    assert side.hub.policy.policy == "eta"
     several.ballots["b"].lose()
     several.ballots["a"].win(3)
     await several.all_follow("a")
-    assert one.hub.policy.policy == "random"
-    assert one.scheduler.snapshot(0.0).policy == "random"
+    assert side.hub.policy.policy == "random"
+    assert side.scheduler.snapshot(0.0).policy == "random"
 
 
 async def test_a_drained_worker_stays_drained_when_a_standby_takes_over(several: Several) -> None:
-    one, two = several.scheduler("a"), several.scheduler("b")
+    side, other = several.scheduler("a"), several.scheduler("b")
     several.ballots["a"].win(1)
     first, second = [await several.front_end() for _ in range(2)]
     url = "http://p0:1"
@@ -86,11 +86,11 @@ async def test_a_drained_worker_stays_drained_when_a_standby_takes_over(several:
     assert {(await second.ask(f"alone {n}")).prefill for n in range(4)} == {"http://p1:1"}
     several.ballots["b"].win(2)
     await several.all_follow("b")
-    assert two.registry.get(url).draining
+    assert other.registry.get(url).draining
     assert {(await second.ask(f"later {n}")).prefill for n in range(4)} == {"http://p1:1"}
     await second.link.ask(DrainWorker(worker_id=worker.id, draining=False))
     assert {(await second.ask(f"again {n}")).prefill for n in range(4)} == {url, "http://p1:1"}
-    assert one.registry.get(url).draining
+    assert side.registry.get(url).draining
 
 
 async def test_a_front_end_that_knows_less_changes_nothing(several: Several) -> None:

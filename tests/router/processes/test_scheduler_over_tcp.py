@@ -294,7 +294,9 @@ async def test_a_standby_takes_over_from_a_scheduler_that_was_killed() -> None:
             assert front_end.metrics_port == schedulers[0].metrics_port + 1
             await front_end.says(f"connected to the scheduler .*:{ports[0]}, term 1")
             # A front end far from its scheduler has a page of its own.
-            served = [f'sbs_front_ends_served{{scheduler="{one}"}}' for one in both.split(",")]
+            served = [
+                f'sbs_front_ends_served{{scheduler="{address}"}}' for address in both.split(",")
+            ]
             await engines.shows(front_end, served[0], 1)
             assert await _standing(engines, schedulers[1]) == "standby"
             schedulers[0].process.kill()

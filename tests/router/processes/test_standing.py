@@ -18,8 +18,8 @@ async def test_no_scheduler_leads_before_the_workers_are_probed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     api, prefill, decode = FakeKubernetes(), MockEngine("prefill"), MockEngine("decode")
-    for one in (api, prefill, decode):
-        await one.start()
+    for server in (api, prefill, decode):
+        await server.start()
     monkeypatch.setenv("KUBECONFIG", str(api.kubeconfig(tmp_path)))
     decode.freeze()
     flags = ["--sbs-role", "scheduler", "--sbs-listen", "tcp://127.0.0.1:*"]
@@ -37,7 +37,7 @@ async def test_no_scheduler_leads_before_the_workers_are_probed(
         assert process.lead.leader == "tcp://127.0.0.1:7700"
     finally:
         await process.stop()
-        for one in (api, prefill, decode):
-            await one.stop()
+        for server in (api, prefill, decode):
+            await server.stop()
     # Given back, so that another one leads at once.
     assert api.leases.kept["llm", "sbs"]["spec"]["holderIdentity"] == ""

@@ -28,7 +28,7 @@ async def test_the_scheduler_completes_what_a_front_end_knows(world: World) -> N
     story = await asked(front_end, name="r", rids=["r", "unknown"])
     (attempt,) = story.attempts
     assert attempt.timeline.decision.prefill == placed.prefill
-    assert [one.chosen for one in attempt.why.candidates] == [True]
+    assert [candidate.chosen for candidate in attempt.why.candidates] == [True]
 
 
 async def test_a_request_of_another_front_end_is_found(world: World) -> None:
@@ -39,10 +39,10 @@ async def test_a_request_of_another_front_end_is_found(world: World) -> None:
     first.link.find = lambda name: story if name == "of the client" else None
     found = await asked(second, name="of the client")
     assert found.request_id == "of the client"
-    assert [one.timeline.rid for one in found.attempts] == ["rid"]
+    assert [attempt.timeline.rid for attempt in found.attempts] == ["rid"]
     assert await asked(second, name="nobody's") is None
     by_rid = await asked(second, name="rid")
-    assert [one.timeline.rid for one in by_rid.attempts] == ["rid"]
+    assert [attempt.timeline.rid for attempt in by_rid.attempts] == ["rid"]
 
 
 async def test_a_front_end_that_does_not_answer_is_not_waited_for(world: World) -> None:
@@ -54,7 +54,7 @@ async def test_a_front_end_that_does_not_answer_is_not_waited_for(world: World) 
         if line._receive.__self__ is first.link:
             line._receive = lambda message: None
     found = await asyncio.wait_for(asked(second, name="rid"), 5)
-    assert [one.timeline.rid for one in found.attempts] == ["rid"]
+    assert [attempt.timeline.rid for attempt in found.attempts] == ["rid"]
 
 
 def test_what_another_release_writes_differently_is_no_story() -> None:

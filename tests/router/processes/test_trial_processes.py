@@ -26,25 +26,25 @@ async def ask(front_end: FrontEnd, do: str) -> dict[str, Any]:
 
 
 async def in_a_slot_of_the_baseline(several: Several) -> tuple[SchedulerSide, list[FrontEnd]]:
-    one = several.scheduler("a", HOME)
-    one.hub.policy.state = PolicyState("least_tokens")
+    side = several.scheduler("a", HOME)
+    side.hub.policy.state = PolicyState("least_tokens")
     several.ballots["a"].win(1)
     front_ends = [await several.front_end() for _ in range(2)]
     assert (await ask(front_ends[0], "begin"))["now"] == "baseline"
     await until(lambda: all(f.link.policy.policy == "round_robin" for f in front_ends))
-    assert one.scheduler.snapshot(0.0).policy == "round_robin"
-    return one, front_ends
+    assert side.scheduler.snapshot(0.0).policy == "round_robin"
+    return side, front_ends
 
 
 async def test_any_front_end_can_ask_for_it_and_it_is_the_same_for_all(several: Several) -> None:
-    one, (first, second) = await in_a_slot_of_the_baseline(several)
+    side, (first, second) = await in_a_slot_of_the_baseline(several)
     with pytest.raises(ValueError, match="a trial is already running"):
         await second.link.ask(AskTrial(do="begin", body=BODY))
     assert (await ask(second, "show"))["running"]
     assert (await ask(second, "end"))["cause"] == "stopped"
     # The front end that asked knows before its client asks again.
     assert second.link.policy.policy == "least_tokens"
-    assert one.scheduler.snapshot(0.0).policy == "least_tokens"
+    assert side.scheduler.snapshot(0.0).policy == "least_tokens"
     await until(lambda: first.link.policy.policy == "least_tokens")
 
 
@@ -53,8 +53,8 @@ async def test_a_standby_that_takes_over_goes_back_to_the_policy_before_it(
 ) -> None:
     two = several.scheduler("b", HOME)
     two.hub.policy.state = PolicyState("least_tokens")
-    one, (first, second) = await in_a_slot_of_the_baseline(several)
-    monkeypatch.setattr(one.hub.trials, "close", lambda: None)  # it is killed
+    side, (first, second) = await in_a_slot_of_the_baseline(several)
+    monkeypatch.setattr(side.hub.trials, "close", lambda: None)  # it is killed
     several.crash("a")
     await until(lambda: not any(f.link.connected for f in several.front_ends))
     # Alone they place by the policy that the trial began with.
@@ -72,12 +72,12 @@ async def test_a_standby_that_takes_over_goes_back_to_the_policy_before_it(
 
 async def test_a_scheduler_that_leads_no_more_ends_its_trial(several: Several) -> None:
     several.scheduler("b", HOME).hub.policy.state = PolicyState("least_tokens")
-    one, (first, _) = await in_a_slot_of_the_baseline(several)
+    side, (first, _) = await in_a_slot_of_the_baseline(several)
     several.ballots["a"].lose()
-    assert not one.hub.trials.running
-    shown = one.hub.trials.shown()
+    assert not side.hub.trials.running
+    shown = side.hub.trials.shown()
     assert shown is not None
-    assert (shown["cause"], one.hub.policy.policy) == ("lost", "least_tokens")
+    assert (shown["cause"], side.hub.policy.policy) == ("lost", "least_tokens")
     several.ballots["b"].win(2)
     await several.all_follow("b")
     await first.link.ask(SwitchPolicy(policy="eta"))
@@ -85,12 +85,12 @@ async def test_a_scheduler_that_leads_no_more_ends_its_trial(several: Several) -
     several.ballots["a"].win(3)
     await several.all_follow("a")
     # Its own switch back is older than what was switched meanwhile.
-    assert one.hub.policy.policy == "eta"
+    assert side.hub.policy.policy == "eta"
 
 
 async def test_a_scheduler_that_ends_in_order_leaves_the_policy_behind(several: Several) -> None:
-    one, front_ends = await in_a_slot_of_the_baseline(several)
-    one.hub.close()
+    side, front_ends = await in_a_slot_of_the_baseline(several)
+    side.hub.close()
     await until(lambda: all(f.link.policy.policy == "least_tokens" for f in front_ends))
 
 

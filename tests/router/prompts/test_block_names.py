@@ -55,10 +55,10 @@ def test_another_token_changes_its_block_and_all_after_it_only(ids: list[int], a
     at %= len(ids)
     other = [*ids[:at], ids[at] + 1, *ids[at + 1 :]]
     namer = BlockNamer()
-    one, two = (namer.names(prompt, BlockFormat(4)).tolist() for prompt in (ids, other))
+    first, second = (namer.names(prompt, BlockFormat(4)).tolist() for prompt in (ids, other))
     same = at // 4
-    assert one[:same] == two[:same]
-    assert not set(one[same:]) & set(two[same:])
+    assert first[:same] == second[:same]
+    assert not set(first[same:]) & set(second[same:])
 
 
 @pytest.mark.parametrize("page", [1, 16, 64])

@@ -253,7 +253,7 @@ def test_memory_is_bounded_and_the_oldest_goes() -> None:
     for number in range(50):
         pieces.encode(f"<|im_start|>{number:>90}<|im_end|>{number:>30}")
     assert pieces._bytes <= 10_000
-    held = sum(sys.getsizeof(one) + 4 * len(ids) + 300 for one, ids in pieces._known.items())
+    held = sum(sys.getsizeof(text) + 4 * len(ids) + 300 for text, ids in pieces._known.items())
     assert held == pieces._bytes
     assert f"{49:>30}" in pieces._known
     assert f"{0:>90}" not in pieces._known

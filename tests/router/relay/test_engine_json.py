@@ -51,7 +51,7 @@ def test_what_was_opened_is_the_same_when_it_is_closed(answer: dict[str, Any]) -
 @given(answers, answers)
 def test_long_logprobs_are_merged_as_short_ones(ours: Any, theirs: Any) -> None:
     for merge in (merge_input_logprobs, merge_echoed_logprobs):
-        output, prefill = (orjson.loads(orjson.dumps(one)) for one in (ours, theirs))
+        output, prefill = (orjson.loads(orjson.dumps(value)) for value in (ours, theirs))
         long = with_all_long(orjson.dumps(output))
         merge(long, with_all_long(orjson.dumps(prefill)))
         merge(output, prefill)

@@ -56,7 +56,7 @@ def verdict(
     for piece in pieces:
         passed += reader.feed(piece)
     passed += reader.end()
-    out: Any = [bytes(one).strip() for one in passed] if whole else b"".join(passed)
+    out: Any = [bytes(part).strip() for part in passed] if whole else b"".join(passed)
     failure = reader.failure and (reader.failure.status, reader.failure.message)
     facts = (reader.opened, reader.done, reader.failed, reader.events, reader.last)
     return (*facts, failure, type(reader.broken), str(reader.broken), out)
@@ -187,7 +187,7 @@ def test_a_response_is_held_back_until_its_first_output(size: int) -> None:
 
     def feed(data: bytes) -> bytes:
         pieces = (data[at : at + size] for at in range(0, len(data), size))
-        return b"".join(bytes(one) for piece in pieces for one in reader.feed(piece))
+        return b"".join(bytes(part) for piece in pieces for part in reader.feed(piece))
 
     assert feed(CREATED) + feed(response_event("response.in_progress")) == b""
     assert not reader.opened

@@ -240,7 +240,7 @@ async def test_rooms_that_refused_requests_leave_on_prefill_are_counted() -> Non
         assert (await asked)[0] == 400
         async with c.get("/workers") as response:
             workers = (await response.json())["workers"]
-        left = {one["url"]: one["rooms_left"] for one in workers}
+        left = {worker["url"]: worker["rooms_left"] for worker in workers}
         assert left[refusing.url] == 1
         assert sum(count or 0 for count in left.values()) == 1
         text = c.server.metrics.render().decode()

@@ -42,9 +42,9 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     """The bodies and plans that are still there."""
     seen: list[weakref.ref[Any]] = []
 
-    def watch(one: Any) -> Any:
-        seen.append(weakref.ref(one))
-        return one
+    def watch(thing: Any) -> Any:
+        seen.append(weakref.ref(thing))
+        return thing
 
     async def read(self: BodyShare, *args: Any) -> Any:
         return watch(_Body(await _read(self, *args)))
@@ -60,7 +60,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     class Left(list[Any]):
         def __iter__(self) -> Iterator[Any]:
             assert seen, "nothing was watched"
-            return (one for each in seen if (one := each()) is not None)
+            return (thing for each in seen if (thing := each()) is not None)
 
     gc.collect()
     gc.disable()

@@ -80,7 +80,7 @@ async def test_prefill_is_aborted_and_decode_is_parked(stream: bool) -> None:
         await parked(c)
         assert untouched(c.decode[0], decode)
         done = c.scheduler.of(PrefillDone)
-        assert [one.aborted for one in done] == [True]
+        assert [event.aborted for event in done] == [True]
         assert c.scheduler.of(RequestEnded) == []
         worker = c.server.registry.get(c.decode[0].url)
         assert worker is not None and worker.active == 1
@@ -336,7 +336,9 @@ async def test_a_parked_request_keeps_no_body() -> None:
             await asyncio.gather(task, return_exceptions=True)
         await parked(c)
         assert len(c.server.in_flight) == 0
-        assert not any(isinstance(one, Attempt) for one in c.server.dispatcher._requests.values())
+        assert not any(
+            isinstance(request, Attempt) for request in c.server.dispatcher._requests.values()
+        )
         (pair,) = c.server.in_flight.parking._parked
         assert pair.decode_call.payload == pair.prefill_call.payload == ()
 
@@ -347,7 +349,7 @@ async def test_workers_show_what_is_parked() -> None:
         await parked(c)
         async with c.get("/workers") as response:
             workers = (await response.json())["workers"]
-        shown = {one["url"]: one["parked"] for one in workers}
+        shown = {worker["url"]: worker["parked"] for worker in workers}
         assert shown == {c.prefill[0].url: 0, c.decode[0].url: 1}
         let_go(c)
         worker = c.server.registry.get(c.decode[0].url)

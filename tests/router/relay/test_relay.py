@@ -268,12 +268,12 @@ async def test_malformed_bodies_are_400_and_never_submitted() -> None:
 async def test_many_concurrent_streams_all_finish() -> None:
     async with cluster(prefill=2, decode=2) as c:
 
-        async def one(number: int) -> None:
+        async def ask(number: int) -> None:
             body = {"text": f"r{number}", "stream": True}
             async with c.post("/generate", body) as response:
                 assert sse_events(await response.read())[-1] == "[DONE]"
 
-        await asyncio.gather(*(one(n) for n in range(200)))
+        await asyncio.gather(*(ask(n) for n in range(200)))
         await c.settled()
         assert c.scheduler.ended() == ["completed"] * 200
         c.check_books()

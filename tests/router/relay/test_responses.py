@@ -155,8 +155,8 @@ async def test_a_prefill_that_dies_after_response_created_is_tried_again() -> No
         await c.decode[0].gate.arrived(1)
         came = [asyncio.create_task(engine.gate.arrived(1)) for engine in c.prefill]
         await asyncio.wait(came, return_when=asyncio.FIRST_COMPLETED)
-        for one in came:
-            one.cancel()
+        for event in came:
+            event.cancel()
         (first,) = c.scheduler.of(RequestArrived)
         dies = next(engine for engine in c.prefill if engine.requests)
         assert dies.requests[0].rid == first.rid
@@ -413,8 +413,8 @@ async def test_odd_bodies_end_once_and_leave_nothing() -> None:
         [{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}],
     ]
     async with cluster() as c:
-        for one in items:
-            status, _ = await stream_of(c, STREAM | {"input": one, "tools": [{}], "reasoning": 1})
+        for item in items:
+            status, _ = await stream_of(c, STREAM | {"input": item, "tools": [{}], "reasoning": 1})
             assert status == 200  # a scripted engine takes everything
         await c.settled()
         assert c.scheduler.ended() == ["completed"] * len(items)

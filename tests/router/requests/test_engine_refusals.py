@@ -155,7 +155,9 @@ def test_what_sglang_refuses_is_refused_here_in_its_words(verify: Verify, kind: 
     pairs = [("temperature", "top_k"), ("min_new_tokens", "max_new_tokens")]
     pairs += itertools.combinations(("json_schema", "regex", "ebnf"), 2)
     cases = [{name: value} for name, some in GRID.items() for value in some]
-    cases += [{one: a, other: b} for one, other in pairs for a in GRID[one] for b in GRID[other]]
+    cases += [
+        {field: a, other: b} for field, other in pairs for a in GRID[field] for b in GRID[other]
+    ]
     cases += [{"temperature": 1.0, "top_k": value} for value in GRID["top_k"]]
     refused = 0
     for params, limit in itertools.product(cases, LIMITS.get(kind, [""])):

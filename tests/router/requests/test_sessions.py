@@ -34,7 +34,7 @@ def test_the_first_header_of_the_table_names_the_session() -> None:
     headers = in_lower_case(CIMultiDict(given))
     for name in HEADERS:
         assert session_in_headers(headers) == (f"of {name}", f"of {LAST_HEADER}")
-        headers = [one for one in headers if one[0] != name]
+        headers = [header for header in headers if header[0] != name]
     assert session_in_headers(headers) == ("", f"of {LAST_HEADER}")
     assert session_in_headers([("x-session-id", " "), ("user-agent", "x")]) == ("", "")
     assert session_in_headers([("x-session-id", "a"), ("x-session-id", "b")]) == ("a", "")
@@ -94,5 +94,5 @@ async def test_the_scheduler_gets_one_name_per_conversation_and_nothing_of_the_p
             async with c.post(path, body, headers=headers) as answer:
                 assert answer.status == 200
         arrived = c.scheduler.of(RequestArrived)
-    assert [one.session for one in arrived] == [digest_of(UUID)] * 6 + [""]
+    assert [event.session for event in arrived] == [digest_of(UUID)] * 6 + [""]
     assert UUID not in repr(arrived)

@@ -56,8 +56,8 @@ def engines_bind(count: int) -> Iterator[list[Bound]]:
     try:
         yield bound
     finally:
-        for one in bound:
-            one.close()
+        for listener in bound:
+            listener.close()
         context.term()
 
 

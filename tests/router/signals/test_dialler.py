@@ -43,7 +43,9 @@ class Dns:
         self.asked.append(host)
         if host == HANGS:
             self.gate.wait(LIMIT_S)
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, 0)) for one in self.addresses]
+        return [
+            (socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in self.addresses
+        ]
 
 
 class Loop(RouterLoop):
@@ -134,21 +136,21 @@ class Recorder:
 def test_an_engine_that_moved_is_found_at_its_new_address() -> None:
     async def main(dns: Dns) -> None:
         sock: Any = Recorder()
-        one = Dialler(sock, "messages", follow_s=0.01, again_s=0.01)
-        one.dial({f"tcp://{NAME}:1", f"tcp://{NAME}:2", "tcp://[::1]:3", "ipc:///tmp/x"})
+        dialler = Dialler(sock, "messages", follow_s=0.01, again_s=0.01)
+        dialler.dial({f"tcp://{NAME}:1", f"tcp://{NAME}:2", "tcp://[::1]:3", "ipc:///tmp/x"})
         assert sorted(sock.connected) == ["ipc:///tmp/x", "tcp://[::1]:3"]
         await until(lambda: len(sock.connected) == 4)
         dns.addresses = ["::2", "127.0.0.2"]
         await until(lambda: "tcp://127.0.0.2:1" in sock.connected)
-        one.dial({f"tcp://{NAME}:2", "tcp://[::1]:3"})
+        dialler.dial({f"tcp://{NAME}:2", "tcp://[::1]:3"})
         assert sorted(sock.connected) == ["tcp://127.0.0.2:2", "tcp://[::1]:3"]
         dns.addresses = ["127.0.0.2", "127.0.0.1"]
         asked = len(dns.asked)
         await until(lambda: len(dns.asked) > asked + 3)
         assert sorted(sock.connected) == ["tcp://127.0.0.2:2", "tcp://[::1]:3"], "kept"
-        one.dial(())
+        dialler.dial(())
         assert not sock.connected
-        one.close()
+        dialler.close()
 
     on_loop(main)
 

@@ -271,7 +271,7 @@ async def test_in_a_storm_the_newest_state_of_a_rank_counts_and_no_request_id_is
         last = [report for report in seen if report.dp_rank == rank]
         assert last[-1].running_requests == 19
         assert [rid for report in last for rid in report.rids] == [f"{n}-{rank}" for n in range(20)]
-        accepted = [one for report in last for one in report.accepted]
+        accepted = [request for report in last for request in report.accepted]
         assert accepted == [Accepted(f"{n}-{rank}", n) for n in range(20)]
 
 
@@ -335,8 +335,8 @@ async def test_connections_beyond_the_limit_are_closed_and_engines_are_heard(
         await until(lambda: len(os.listdir("/proc/self/fd")) <= before + len(silent) + 20)
         setup.events.clear()
         await publish_until(engine, setup.bound, instance_id=setup.prefill.url)
-        for one in silent:
-            one.close()
+        for worker in silent:
+            worker.close()
     finally:
         setup.listener.close()
         await engine.stop()

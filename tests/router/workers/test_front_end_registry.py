@@ -17,7 +17,7 @@ def test_a_front_end_knows_that_kv_events_name_pages_but_looks_for_no_prefixes_a
     worker = setup.up("http://p:1", page_size=16, kv_events=KvEventsBlock(port=1))
     mirror = MirroredRegistry(WorkerEvents(), BreakerConfig(), prefix_source="auto")
     mirror.follow([state_of(worker, setup.now_s)])
-    assert [bool(mirror.kv_events_of(one)) for one in mirror] == [True]
+    assert [bool(mirror.kv_events_of(worker)) for worker in mirror] == [True]
     assert [up.prefix_source for up in mirror.announcements()] == ["off"]
 
 

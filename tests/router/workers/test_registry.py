@@ -299,7 +299,7 @@ def test_endforward_tells_of_no_barrier_where_server_info_does_not() -> None:
     state = state_of(worker, 0.0)
     mirror = MirroredRegistry(WorkerEvents(), BreakerConfig())
     mirror.follow([state])
-    assert [one.barrier for one in mirror.announcements()] == [False]
+    assert [up.barrier for up in mirror.announcements()] == [False]
     setup.registry.described(worker, msgspec.structs.replace(again, sbs=SbsBlock(boot_id="b2")))
     setup.registry.refresh(worker)
     assert isinstance(setup.events[-1], InstanceUp)
@@ -357,7 +357,11 @@ def test_a_missing_signal_is_explained_after_a_few_dispatches(caplog: Any) -> No
         setup.registry.tick()
         setup.now_s += 6
         setup.registry.tick()
-    told = [one.getMessage() for one in caplog.records if "EndForward arrives again" in one.message]
+    told = [
+        record.getMessage()
+        for record in caplog.records
+        if "EndForward arrives again" in record.message
+    ]
     assert told == [f"worker {worker.url} (prefill): EndForward arrives again"]
 
 

@@ -199,7 +199,7 @@ async def test_with_several_processes_no_page_has_it_any_more(tmp_path: Path) ->
         for front_end in front_ends:
             await front_end.start()
         for front_end in front_ends:
-            await until(lambda one=front_end: one.registry.ready)
+            await until(lambda here=front_end: here.registry.ready)
             decode.behaviours.append(Behaviour(status=500))
             url = f"http://127.0.0.1:{front_end.port}/generate"
             async with client.post(url, json={"text": "x"}) as answer:

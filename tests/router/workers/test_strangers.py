@@ -53,7 +53,7 @@ def test_ranks_of_another_engine_are_ignored_and_named(
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("first", "other"),
     [
         ("p0:5000", "p0:5000"),
         ("p0.pd.svc:5000", "P0:5000"),
@@ -66,13 +66,13 @@ def test_ranks_of_another_engine_are_ignored_and_named(
         ("odd", "odd"),
     ],
 )
-def test_what_may_be_the_same_engine_is_believed(one: str, other: str) -> None:
-    for mine, told in ((one, other), (other, one)):
+def test_what_may_be_the_same_engine_is_believed(first: str, other: str) -> None:
+    for mine, told in ((first, other), (other, first)):
         assert why_stranger(on_nodes(mine), report(2, "b", told)) == ""
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("first", "other"),
     [
         ("p0:5000", "p0:5001"),
         ("p0:5000", "p1:5000"),
@@ -80,8 +80,8 @@ def test_what_may_be_the_same_engine_is_believed(one: str, other: str) -> None:
         ("[fd00::1]:5000", "[fd00::2]:5000"),
     ],
 )
-def test_what_cannot_be_the_same_engine_is_told_apart(one: str, other: str) -> None:
-    assert why_stranger(on_nodes(one), report(2, "b", other))
+def test_what_cannot_be_the_same_engine_is_told_apart(first: str, other: str) -> None:
+    assert why_stranger(on_nodes(first), report(2, "b", other))
 
 
 def test_an_address_is_what_engines_on_several_nodes_have() -> None:

@@ -46,7 +46,7 @@ class TestExcluded:
     def test_a_retry_finds_the_only_instance_it_may_use_behind_idle_ones(self):
         it = driver().up(prefill=4)
         sent = it.arrive("r", exclude=("p0", "p1", "p2"))
-        assert [one.prefill for one in sent] == ["p3"]
+        assert [dispatch.prefill for dispatch in sent] == ["p3"]
 
     def test_a_retry_without_the_largest_chunk_does_not_wait_for_it(self):
         it = driver()
@@ -54,7 +54,7 @@ class TestExcluded:
         it.tell(InstanceUp(instance="large", role="prefill", dp_size=2, chunk_tokens=4000))
         it.tell(InstanceUp(instance="d0", role="decode", dp_size=2))
         sent = it.arrive("r", 3000, exclude=("large",))
-        assert [one.prefill for one in sent] == ["small"]
+        assert [dispatch.prefill for dispatch in sent] == ["small"]
 
     def test_retries_for_a_full_decode_instance_hold_nobody_up(self):
         it = driver()
@@ -63,7 +63,7 @@ class TestExcluded:
         decode(it, "d1", [0])
         for index in range(4):
             assert it.arrive(f"retry{index}", 900, exclude=("d0",)) == []
-        assert [one.decode for one in it.arrive("fresh", 800)] == ["d0"]
+        assert [dispatch.decode for dispatch in it.arrive("fresh", 800)] == ["d0"]
         assert it.refused == []
 
     def test_whether_a_retry_may_use_one_instance_takes_no_look_at_the_others(self):
@@ -74,8 +74,8 @@ class TestExcluded:
         assert request.may_use(places[4], looked_at)
         assert next(looked_at) is places[0]
         for some in (places, places[:2], places[1:3]):
-            for one in some:
-                assert request.may_use(one, some) == (one in request.allowed_on(some))
+            for instance in some:
+                assert request.may_use(instance, some) == (instance in request.allowed_on(some))
 
 
 class TestReservation:
@@ -100,7 +100,7 @@ class TestReservation:
             for sent in it.dispatched[before:]:
                 it.tell(PrefillDone(rid=sent.rid))
             it.wait(0.3)
-        return [one.rid for one in it.dispatched[before:]]
+        return [dispatch.rid for dispatch in it.dispatched[before:]]
 
     def test_small_requests_do_not_take_what_a_large_one_waits_for(self):
         sent = self.churn(self.crowded(), 40)
@@ -110,20 +110,20 @@ class TestReservation:
     def test_a_late_request_waits_for_decode_room_like_all(self):
         it = self.crowded()
         it.tell(RequestEnded(rid="s0", outcome="completed", completion_tokens=0))
-        assert [one.rid for one in it.arrive("next", 900)] == ["next"]
+        assert [dispatch.rid for dispatch in it.arrive("next", 900)] == ["next"]
 
     def test_a_rank_is_not_kept_for_a_request_that_is_gone(self):
         it = self.crowded()
         it.wait(20)
         it.tell(RequestEnded(rid="s0", outcome="completed", completion_tokens=0))
         it.tell(RequestEnded(rid="large", outcome="aborted"))
-        assert [one.rid for one in it.arrive("next", 900)] == ["next"]
+        assert [dispatch.rid for dispatch in it.arrive("next", 900)] == ["next"]
 
     def test_nor_on_an_instance_that_is_gone(self):
         it = self.crowded()
         it.wait(20)
         decode(it, "d1", [6000])
-        assert "large" in [one.rid for one in it.dispatched]
+        assert "large" in [dispatch.rid for dispatch in it.dispatched]
 
 
 class TestWork:
@@ -174,8 +174,10 @@ class TestLostOnItsWay:
             rid = f"r{index}"
             it.arrive(rid)
             for rank in (0, 1):
-                rids = [one.rid for one in it.dispatched if one.prefill_rank == rank][-1:]
-                accepted = [one for one in rids if one == rid]
+                rids = [
+                    dispatch.rid for dispatch in it.dispatched if dispatch.prefill_rank == rank
+                ][-1:]
+                accepted = [named for named in rids if named == rid]
                 it.report("p0", rank, kind="launch", forward_id=index, rids=accepted)
             it.wait(0.2)
             for rank in (0, 1):
@@ -195,7 +197,7 @@ class TestLateAllocation:
         prefill(it, 2)
         decode(it, "d0", [100, 100], allocates_late=late)
         assert it.arrive("more than the share", 6500) == []
-        assert [one.rid for one in it.arrive("r", 2500)] == ["r"] * late
+        assert [dispatch.rid for dispatch in it.arrive("r", 2500)] == ["r"] * late
 
     def test_the_share_follows_the_prefill_instances_that_are_up(self):
         it = driver()

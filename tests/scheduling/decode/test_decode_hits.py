@@ -51,7 +51,7 @@ def turn(it: Driver, rid: str, blocks: list[int], tokens: int) -> Dispatch:
     """Send a request and let it end."""
     it.arrive(rid, tokens, blocks=blocks, block_tokens=PAGE, max_new_tokens=50)
     it.wait(1.0)
-    (sent,) = [one for one in it.dispatched if one.rid == rid]
+    (sent,) = [dispatch for dispatch in it.dispatched if dispatch.rid == rid]
     it.tell(PrefillDone(rid=rid))
     it.tell(RequestEnded(rid=rid, outcome="completed", completion_tokens=50))
     return sent
@@ -142,8 +142,8 @@ class TestBalance:
 def test_an_outlier_stays_masked_however_much_of_the_prompt_it_has() -> None:
     loads = [DecodeLoad(4, 40_000) for _ in range(8)]
     loads[6] = DecodeLoad(4, 90_000)
-    one = request({6: 120_000}, prompt=130_000)
-    assert schedule_decode([one], loads, iqr_lexicographic(1.5))["r"] != 6
+    asked = request({6: 120_000}, prompt=130_000)
+    assert schedule_decode([asked], loads, iqr_lexicographic(1.5))["r"] != 6
 
 
 def test_a_spared_transfer_is_worth_less_than_a_request() -> None:
@@ -154,8 +154,8 @@ def test_a_spared_transfer_is_worth_less_than_a_request() -> None:
     loads = [DecodeLoad(2, 10) for _ in range(8)]
     loads[3] = DecodeLoad(4, 20)
     tokens = int(TOKENS_PER_REQUEST / 100)
-    one = request({3: tokens - 1}, prompt=tokens, output=1)
-    assert schedule_decode([one], loads, potential)["r"] != 3
+    asked = request({3: tokens - 1}, prompt=tokens, output=1)
+    assert schedule_decode([asked], loads, potential)["r"] != 3
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -175,4 +175,4 @@ def test_decode_without_a_cache_is_placed_as_ever(rule: str) -> None:
                 it.tell(RequestEnded(rid=f"r{number}", outcome="completed", completion_tokens=9))
     assert plain.dispatched
     assert plain.dispatched == told.dispatched
-    assert {one.decode_cached_tokens for one in plain.dispatched} == {0}
+    assert {dispatch.decode_cached_tokens for dispatch in plain.dispatched} == {0}

@@ -37,7 +37,7 @@ PREFIX = list(range(1, 81))
 
 def moment(starts_s: dict[str, float]) -> SimpleNamespace:
     """A :class:`.Moment` at which a batch would start at these times, by instance id."""
-    return SimpleNamespace(now_s=0.0, starts_s=lambda one: (starts_s[one.id], 0.0))
+    return SimpleNamespace(now_s=0.0, starts_s=lambda instance: (starts_s[instance.id], 0.0))
 
 
 def cluster(source: str = "events", *, trigger: str = "adaptive", prefill: int = 2) -> Driver:
@@ -125,7 +125,7 @@ def test_a_hot_prefix_is_computed_again_where_there_is_room():
     for i in range(20):
         arrive(it, f"r{i}", 400, [*PREFIX[:20], *range(1000 * i, 1000 * i + 20)])
     it.wait(0.3)
-    assert {one.prefill_rank for one in it.dispatched} == {0, 1}
+    assert {dispatch.prefill_rank for dispatch in it.dispatched} == {0, 1}
 
 
 def test_what_a_launched_pass_computes_is_found_by_later_requests():
@@ -249,7 +249,7 @@ def test_samples_of_one_prompt_wait_for_the_first_of_them():
     it = cluster()
     for i in range(6):
         arrive(it, f"r{i}", 900, PREFIX)
-    assert [one.rid for one in it.dispatched] == ["r0"]
+    assert [dispatch.rid for dispatch in it.dispatched] == ["r0"]
     (first,) = it.dispatched
     place = first.prefill
     fields = {"forward_id": 1, "tokens_per_rank": [900, 0], "extend_tokens": 900}
@@ -259,8 +259,8 @@ def test_samples_of_one_prompt_wait_for_the_first_of_them():
     it.tell(PrefillDone(rid="r0", cached_tokens=0))
     it.wait(0.3)
     assert len(it.dispatched) >= 4
-    assert {one.cached_tokens for one in it.dispatched[1:]} == {800}
-    assert {(one.prefill, one.prefill_rank) for one in it.dispatched} == {
+    assert {dispatch.cached_tokens for dispatch in it.dispatched[1:]} == {800}
+    assert {(dispatch.prefill, dispatch.prefill_rank) for dispatch in it.dispatched} == {
         (first.prefill, first.prefill_rank)
     }
 
@@ -271,7 +271,7 @@ def test_they_do_not_wait_for_one_that_is_gone():
         arrive(it, f"r{i}", 900, PREFIX)
     (first,) = it.dispatched
     it.tell(RequestEnded(rid=first.rid, outcome="aborted"))
-    assert [one.rid for one in it.dispatched] == ["r0", "r1"]
+    assert [dispatch.rid for dispatch in it.dispatched] == ["r0", "r1"]
     assert it.dispatched[1].cached_tokens == 0
 
 
@@ -280,7 +280,7 @@ def test_nor_for_one_whose_instance_went_down():
     for i in range(3):
         arrive(it, f"r{i}", 900, PREFIX)
     it.tell(InstanceDown(instance=it.dispatched[0].prefill))
-    assert [one.rid for one in it.dispatched] == ["r0", "r1"]
+    assert [dispatch.rid for dispatch in it.dispatched] == ["r0", "r1"]
     assert it.dispatched[1].prefill != it.dispatched[0].prefill
 
 
@@ -288,7 +288,7 @@ def test_a_short_common_beginning_is_not_waited_for():
     it = cluster()
     for i in range(2):
         arrive(it, f"r{i}", 900, [1, 2, *range(1000 * (i + 1), 1000 * (i + 1) + 80)])
-    assert [one.rid for one in it.dispatched] == ["r0", "r1"]
+    assert [dispatch.rid for dispatch in it.dispatched] == ["r0", "r1"]
     assert it.dispatched[0].prefill != it.dispatched[1].prefill
 
 
@@ -366,7 +366,7 @@ def test_many_that_wait_for_one_instance_do_not_hide_those_of_another(monkeypatc
             it.report(name, rank, kind="idle", forward_id=1)
     it.wait(0.05)
     assert it.dispatched
-    assert {one.prefill for one in it.dispatched} == {"p1"}
+    assert {dispatch.prefill for dispatch in it.dispatched} == {"p1"}
 
 
 def test_no_request_waits_for_a_prefix_forever(monkeypatch):
@@ -381,7 +381,7 @@ def test_no_request_waits_for_a_prefix_forever(monkeypatch):
     it.wait(0.9 * hold_s)
     assert not it.dispatched
     it.wait(0.2 * hold_s)
-    assert [one.rid for one in it.dispatched] == ["r"]
+    assert [dispatch.rid for dispatch in it.dispatched] == ["r"]
 
 
 def test_blocks_of_no_size_are_no_blocks():
@@ -389,8 +389,8 @@ def test_blocks_of_no_size_are_no_blocks():
     for i in range(3):
         it.arrive(f"r{i}", 900, blocks=PREFIX)
     it.wait(1.0)
-    assert {one.cached_tokens for one in it.dispatched} == {0}
-    assert {"r0", "r1"} <= {one.rid for one in it.dispatched}
+    assert {dispatch.cached_tokens for dispatch in it.dispatched} == {0}
+    assert {"r0", "r1"} <= {dispatch.rid for dispatch in it.dispatched}
 
 
 def test_a_request_costs_what_its_pass_takes():

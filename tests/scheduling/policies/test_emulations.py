@@ -30,7 +30,7 @@ def cluster() -> list[PrefillInstance]:
 
 def request(session: str = "", **hits: list[int]) -> Request:
     """1000 tokens, of which ranks have this many."""
-    best = max((max(one) for one in hits.values()), default=0)
+    best = max((max(hit) for hit in hits.values()), default=0)
     return Request(
         rid="r",
         order=0,
@@ -63,8 +63,8 @@ class TestSglRouter:
     def test_the_longest_prefix_wins_then_the_least_busy_of_those_that_have_it(self, cluster):
         policy = SglRouter(1)
         send(cluster[1], 2, 5)
-        one = request(p0=[0, 200, 0, 0], p1=[0, 0, 500, 400])
-        assert policy.choose(one, cluster, 0.0) == (cluster[1], 2)
+        asked = request(p0=[0, 200, 0, 0], p1=[0, 0, 500, 400])
+        assert policy.choose(asked, cluster, 0.0) == (cluster[1], 2)
         two = request(p1=[0, 0, 500, 500])
         assert {policy.choose(two, cluster, 0.0)[1] for _ in range(4)} == {3}
 
@@ -74,7 +74,10 @@ class TestSglRouter:
         send(cluster[1], 2)
         policy = SglRouter(1)
         places = [policy.choose(request(), cluster, 0.0) for _ in range(8)]
-        assert Counter((one.id, rank) for one, rank in places) == {("p1", 1): 4, ("p1", 3): 4}
+        assert Counter((instance.id, rank) for instance, rank in places) == {
+            ("p1", 1): 4,
+            ("p1", 3): 4,
+        }
 
 
 class TestLlmD:

@@ -23,7 +23,7 @@ from sglang_sbs.scheduling.policies.offered_load import OfferedLoad
 def begins_at(instances, begin_of) -> Begins:
     """Passes begin at these times, by instance id."""
     begins = Begins(Starts(instances, Moment(0.0, 0.0), range(len(instances))))
-    begins.begin_s = lambda one: begin_of[one.id]
+    begins.begin_s = lambda instance: begin_of[instance.id]
     return begins
 
 
@@ -97,8 +97,8 @@ def test_a_prompt_of_several_chunks_is_left_to_the_fluid():
 
 def test_passes_without_a_fixed_time_are_no_division_by_zero():
     now, later = instance("p0", 4), instance("p1", 4)
-    for one in (now, later):
-        one.model.formula = replace(one.model.formula, fixed_s=0.0)  # the fit has dropped it
+    for engine in (now, later):
+        engine.model.formula = replace(engine.model.formula, fixed_s=0.0)  # the fit has dropped it
     offered = OfferedLoad()
     offered.on_topology_change([now, later])
     offered.measure([now, later], 0.0)

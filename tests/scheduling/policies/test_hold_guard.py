@@ -153,12 +153,14 @@ def test_a_request_is_explained_though_no_decision_has_looked_at_the_instances_s
         return scheduler.handle(RequestArrived(rid=rid, prompt_tokens=100), now_s)
 
     launch(1, 100.0)
-    assert not any(isinstance(one, Dispatch) for one in arrive("a", 100.01)), "p0 computes"
+    assert not any(isinstance(command, Dispatch) for command in arrive("a", 100.01)), "p0 computes"
     guard = scheduler.policy.guard
     guard.on, guard._until_s = True, math.inf
-    assert sum(isinstance(one, Dispatch) for one in arrive("b", 100.02)) == 2
+    assert sum(isinstance(command, Dispatch) for command in arrive("b", 100.02)) == 2
     launch(2, 100.03, waiting_requests=1, waiting_tokens=100)
-    assert not any(isinstance(one, Dispatch) for one in arrive("c", 100.04)), "a pass is queued"
+    assert not any(isinstance(command, Dispatch) for command in arrive("c", 100.04)), (
+        "a pass is queued"
+    )
     why = scheduler.why("c", 100.05)
     assert why is not None
     assert [(wait.reason, wait.instance) for wait in why.waits] == [(WaitReason.NOT_YET, "")]

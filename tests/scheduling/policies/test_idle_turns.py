@@ -55,5 +55,5 @@ def test_a_conversation_stays_where_it_is_under_eta():
 
 
 def test_the_same_arrivals_go_to_the_same_places_again():
-    one, again = (places("sbs", SHORT, 20, pass_jitter=0.1, seed=5) for _ in range(2))
-    assert one == again
+    first, again = (places("sbs", SHORT, 20, pass_jitter=0.1, seed=5) for _ in range(2))
+    assert first == again

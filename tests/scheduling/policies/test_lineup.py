@@ -14,15 +14,15 @@ from sglang_sbs.scheduling.prefill.passes import Pass
 NOW = Moment(10.0, 0.02)
 
 
-def shuffle(one, rng: random.Random, now_s: float) -> None:
+def shuffle(instance, rng: random.Random, now_s: float) -> None:
     """Some state: idle, about to launch, or with passes that end late or soon, two at once."""
-    one.reset()
-    one.overlap = rng.random() < 0.5
+    instance.reset()
+    instance.overlap = rng.random() < 0.5
     if rng.random() < 0.3:
-        one.on_dispatched(f"r{rng.random()}", 0, 300, now_s - 0.01)
+        instance.on_dispatched(f"r{rng.random()}", 0, 300, now_s - 0.01)
     for number in range(rng.choice([0, 1, 1, 1, 2])):
         end_s = now_s + rng.choice([-0.1, 0.0, 0.01, 0.2, 0.2]) + number * 0.3
-        one.passes.append(Pass(end_s - 0.3, end_s, [100, 100], number))
+        instance.passes.append(Pass(end_s - 0.3, end_s, [100, 100], number))
 
 
 def asked(instances, at: Moment) -> Starts:
@@ -38,25 +38,29 @@ def test_the_order_is_that_of_all_asked_anew(seed: int):
     lineup.on_topology_change(instances)
     for step in range(60):
         at = NOW._replace(now_s=10.0 + step * 0.01)
-        for one in rng.sample(instances, 3):
-            shuffle(one, rng, at.now_s)
+        for engine in rng.sample(instances, 3):
+            shuffle(engine, rng, at.now_s)
         lineup.refresh()
         starts, anew = lineup.starts(at), asked(instances, at)
         assert list(starts) == list(anew)
-        assert lineup.all_idle == all(one.idle for one in instances)
+        assert lineup.all_idle == all(instance.idle for instance in instances)
         first = instances[rng.randrange(12)]
         begins, others = Begins(starts), Begins(anew)
         assert begins.first(first) is others.first(first)
         than_s = begins.begin_s(first)
         assert begins.later(than_s, [first]) == others.later(than_s, [first])
-        delays = [max(0.0, others.begin_s(one) - than_s) for one in instances if one is not first]
+        delays = [
+            max(0.0, others.begin_s(instance) - than_s)
+            for instance in instances
+            if instance is not first
+        ]
         assert [delay_s for delay_s, _ in begins.later(than_s, [first])] == sorted(delays)
 
 
 def test_computing_instances_are_listed_up_to_a_limit_that_may_fall_meanwhile():
     instances = [instance(f"p{i}") for i in range(5)]
-    for number, one in enumerate(instances[1:]):
-        one.passes.append(Pass(0.0, 11.0 + number, [1, 1], 1))
+    for number, engine in enumerate(instances[1:]):
+        engine.passes.append(Pass(0.0, 11.0 + number, [1, 1], 1))
     lineup = Lineup()
     lineup.on_topology_change(instances)
     lineup.refresh()

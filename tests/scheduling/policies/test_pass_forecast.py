@@ -37,7 +37,7 @@ def at(
 ) -> set[str]:
     """Those that cost least there."""
     by_id = {one.instance.id: one for one in (*forecasts, *far)}
-    near = [one.instance.id for one in forecasts]
+    near = [forecast.instance.id for forecast in forecasts]
     others = by_id.keys() - near
     found, _ = homes(near, others, by_id, queue, lambda _: terms, lambda _r, _i: may_go)
     return {rid for rid, home in found.items() if home.instance == name}
@@ -48,10 +48,12 @@ def pass_s(tokens: int, context: int = 0) -> float:
 
 
 def test_on_an_empty_instance_a_request_costs_its_passes():
-    one = forecast(instance(), start_s=5.0)
-    assert one.cost_s(request("r", 500), Terms()) == pytest.approx(5.0 + pass_s(500), rel=0.02)
+    predicted = forecast(instance(), start_s=5.0)
+    assert predicted.cost_s(request("r", 500), Terms()) == pytest.approx(
+        5.0 + pass_s(500), rel=0.02
+    )
     chunks_s = pass_s(1000) + pass_s(1000, 1000) + pass_s(500, 2000)
-    weight = one.cost_s(request("r", 2500), Terms()) / (5.0 + chunks_s)
+    weight = predicted.cost_s(request("r", 2500), Terms()) / (5.0 + chunks_s)
     assert weight > 1, "the delays of long prompts are the tail"
 
 
@@ -138,13 +140,13 @@ def test_who_has_waited_long_may_delay_others_more():
 
 def test_it_goes_where_most_of_it_is_cached_unless_that_takes_longer():
     near, holder = instance("near"), instance("holder")
-    one = request("r", 9000)
-    one.blocks, one.block_tokens = range(90), 100
-    one.hits, one.uncached_tokens = Hits({"holder": [0, 8500]}, 8500), 500
+    asked = request("r", 9000)
+    asked.blocks, asked.block_tokens = range(90), 100
+    asked.hits, asked.uncached_tokens = Hits({"holder": [0, 8500]}, 8500), 500
 
     def goes_to_holder(at_s: float, again_weight: float = 1.0) -> bool:
         far, terms = [forecast(holder, at_s)], Terms(again_weight=again_weight)
-        return bool(at("holder", [forecast(near)], [one], far=far, terms=terms))
+        return bool(at("holder", [forecast(near)], [asked], far=far, terms=terms))
 
     assert goes_to_holder(1.0)
     assert not goes_to_holder(20.0)
@@ -153,17 +155,17 @@ def test_it_goes_where_most_of_it_is_cached_unless_that_takes_longer():
 
 def test_on_the_rank_that_holds_it_only_the_rest_is_computed():
     it = instance()
-    one = request("r", 2500)
-    one.blocks, one.block_tokens = range(25), 100
-    one.hits, one.uncached_tokens = Hits({"p0": [0, 2000]}, 2000), 500
-    assert forecast(it).cost_s(one, Terms()) == pytest.approx(pass_s(500, 2000), rel=0.02)
+    asked = request("r", 2500)
+    asked.blocks, asked.block_tokens = range(25), 100
+    asked.hits, asked.uncached_tokens = Hits({"p0": [0, 2000]}, 2000), 500
+    assert forecast(it).cost_s(asked, Terms()) == pytest.approx(pass_s(500, 2000), rel=0.02)
 
 
 def test_long_prompts_leave_the_other_instance_to_the_short_ones():
     it = Driver(policy="sbs", trigger="adaptive").up(prefill=2)
     first = it.arrive("long", 20_000)
-    assert [one.prefill for one in first] == ["p0"]
-    assert [one.prefill for one in it.arrive("short", 100)] == ["p1"]
+    assert [dispatch.prefill for dispatch in first] == ["p0"]
+    assert [dispatch.prefill for dispatch in it.arrive("short", 100)] == ["p1"]
 
 
 def test_what_suits_nowhere_leaves_when_it_is_overdue():
@@ -175,17 +177,19 @@ def test_what_suits_nowhere_leaves_when_it_is_overdue():
     it.arrive("many chunks", 9000)
     it.arrive("retry", 3000, exclude=("large",))
     it.wait(1.5)
-    assert {one.rid: one.prefill for one in it.dispatched}["retry"] == "small"
+    assert {dispatch.rid: dispatch.prefill for dispatch in it.dispatched}["retry"] == "small"
 
 
 def cached_in_storage(rid: str, tokens: int, to_fetch: dict[str, list[int]]) -> Request:
     """All but 500 tokens of a prompt, on whatever rank."""
-    one = request(rid, tokens)
+    asked = request(rid, tokens)
     held = tokens - 500
-    one.blocks, one.block_tokens = range(tokens // 100), 100
-    one.hits = Hits({name: [held] * len(ranks) for name, ranks in to_fetch.items()}, held, to_fetch)
-    one.uncached_tokens = 500
-    return one
+    asked.blocks, asked.block_tokens = range(tokens // 100), 100
+    asked.hits = Hits(
+        {name: [held] * len(ranks) for name, ranks in to_fetch.items()}, held, to_fetch
+    )
+    asked.uncached_tokens = 500
+    return asked
 
 
 def test_what_is_in_storage_costs_no_computing_but_a_pass_begins_without_it():
@@ -193,7 +197,9 @@ def test_what_is_in_storage_costs_no_computing_but_a_pass_begins_without_it():
     it.on_dispatched("first", 0, 900, now_s=0.0)
     fetched = cached_in_storage("r", 8500, {"p0": [8000, 8000]})
     computed = request("r", 8500)
-    from_storage_s, without_s = (forecast(it).cost_s(one, Terms()) for one in (fetched, computed))
+    from_storage_s, without_s = (
+        forecast(it).cost_s(request, Terms()) for request in (fetched, computed)
+    )
     assert from_storage_s < without_s
     # It shares no pass with the first one, so that one is not delayed and neither is it.
     assert from_storage_s == pytest.approx(pass_s(900) + pass_s(500, 8000), rel=0.05)
@@ -202,7 +208,9 @@ def test_what_is_in_storage_costs_no_computing_but_a_pass_begins_without_it():
 def test_on_an_idle_instance_it_begins_when_it_is_there():
     fetched = cached_in_storage("r", 100_500, {"p0": [100_000, 100_000]})
     local = cached_in_storage("r", 100_500, {"p0": [0, 100_000]})
-    there_s, fetching_s = (forecast(instance()).cost_s(one, Terms()) for one in (local, fetched))
+    there_s, fetching_s = (
+        forecast(instance()).cost_s(request, Terms()) for request in (local, fetched)
+    )
     assert fetching_s - there_s == pytest.approx(
         100_000 * (TUNING.fetch_token_s + TUNING.load_token_s)
     )
@@ -218,9 +226,9 @@ def test_all_ranks_wait_while_one_loads_what_was_fetched():
 
 
 def test_it_is_the_rank_of_the_forecast_that_a_request_goes_to():
-    one = cached_in_storage("r", 8500, {"p0": [8000, 0]})
+    request = cached_in_storage("r", 8500, {"p0": [8000, 0]})
     forecasts = {"p0": forecast(instance())}
-    found, _ = homes(["p0"], set(), forecasts, [one], lambda _: DEFAULT, lambda *_: True)
+    found, _ = homes(["p0"], set(), forecasts, [request], lambda _: DEFAULT, lambda *_: True)
     assert found == {"r": Home("p0", 1)}
 
 
@@ -231,10 +239,10 @@ def test_where_most_is_cached_nobody_waits_for_the_last_moment(cached_tokens: in
         up = InstanceUp(instance=name, role="prefill", dp_size=2, chunk_tokens=1000, overlap=True)
         it.tell(up)
     it.tell(InstanceUp(instance="d0", role="decode", dp_size=2))
-    for one in it.scheduler.prefill.values():
+    for engine in it.scheduler.prefill.values():
         for _ in range(40):
-            one.on_dispatched("turn before", 0, 1000, it.now_s, cached_tokens)
-            one.dropped("turn before", 0)
+            engine.on_dispatched("turn before", 0, 1000, it.now_s, cached_tokens)
+            engine.dropped("turn before", 0)
     for number in (1, 2):
         (sent,) = it.arrive(f"cut {number}", 20_000)
         tokens = [1000 * (rank == sent.prefill_rank) for rank in (0, 1)]
@@ -263,4 +271,4 @@ def test_of_a_prompt_that_was_sent_the_cached_part_has_no_weight():
     """A turn of 9000 tokens with 8900 cached counts as a request of one chunk, not of nine."""
     it = instance()
     it.on_dispatched("turn", 0, 9000, now_s=0.0, cached_tokens=8900)
-    assert [one.ends for one in forecast(it)._passes] == [1.0]
+    assert [a_pass.ends for a_pass in forecast(it)._passes] == [1.0]

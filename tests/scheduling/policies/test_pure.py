@@ -29,11 +29,11 @@ def own_attributes(tree: ast.Module) -> set[str]:
                     found.add(field.target.id)
                 if isinstance(field, ast.FunctionDef):
                     found |= {
-                        one.attr
-                        for one in ast.walk(field)
-                        if isinstance(one, ast.Attribute)
-                        and isinstance(one.ctx, ast.Store)
-                        and ast.unparse(one.value) == "self"
+                        node.attr
+                        for node in ast.walk(field)
+                        if isinstance(node, ast.Attribute)
+                        and isinstance(node.ctx, ast.Store)
+                        and ast.unparse(node.value) == "self"
                     }
     return found
 

@@ -45,22 +45,22 @@ def test_a_chunk_holds_what_an_engine_puts_into_a_pass(
             prompt.advance(part)
         assert chunk.tokens == expected_tokens
         assert chunk.requests == len(taken)
-        assert [one.rid for one in prompts if not one.left_tokens] == completed
-        prompts = [one for one in prompts if one.left_tokens]
+        assert [prompt.rid for prompt in prompts if not prompt.left_tokens] == completed
+        prompts = [prompt for prompt in prompts if prompt.left_tokens]
     assert not prompts
 
 
 @given(LENGTHS)
 def test_one_prompt_over_all_passes_is_the_same_cut(lengths: list[int]) -> None:
     prompts = [RankPrompt(f"r{number}", tokens) for number, tokens in enumerate(lengths)]
-    found: dict[str, list[tuple[int, int, float]]] = {one.rid: [] for one in prompts}
+    found: dict[str, list[tuple[int, int, float]]] = {prompt.rid: [] for prompt in prompts}
     index = 0
     while prompts:
         for prompt, part in Chunk(256).fill(prompts):
             pairs = attention_pairs(part, prompt.context_tokens)
             found[prompt.rid].append((index, part, pairs))
             prompt.advance(part)
-        prompts = [one for one in prompts if one.left_tokens]
+        prompts = [prompt for prompt in prompts if prompt.left_tokens]
         index += 1
     ahead = 0
     for rid, tokens in zip(found, lengths, strict=True):
@@ -111,8 +111,8 @@ def seconds(engine: PrefillEngine, until: str) -> float:
 @given(AHEAD, st.integers(1, 2000))
 def test_a_request_is_done_when_an_engine_has_computed_it(ahead: list[int], tokens: int) -> None:
     engine = PrefillEngine("p0", 2, 256)
-    for number, one in enumerate(ahead):
-        engine.accept(f"ahead {number}", 0, one)
+    for number, queued in enumerate(ahead):
+        engine.accept(f"ahead {number}", 0, queued)
     engine.accept("r", 0, tokens)
     there = NextPass(TOKENS_ONLY, 256, [sum(ahead), 0])
     assert there.done_s(0, tokens) == pytest.approx(seconds(engine, "r"))

@@ -11,35 +11,35 @@ from sglang_sbs.scheduling.queue.request import arrived
 
 
 def test_the_pool_limits_what_a_pass_takes() -> None:
-    one = fresh()
-    one.on_report(report(seq=0, kv_tokens=9_300, kv_capacity_tokens=10_000), 100.0)
-    assert one.ranks.c_avail() == [700]
-    assert one.ranks.c_avail(2) == [700]
-    one.on_dispatched("r", 0, 500, 100.0)
-    assert one.ranks.c_avail() == [200]
-    assert one.ranks.has_room
+    books = fresh()
+    books.on_report(report(seq=0, kv_tokens=9_300, kv_capacity_tokens=10_000), 100.0)
+    assert books.ranks.c_avail() == [700]
+    assert books.ranks.c_avail(2) == [700]
+    books.on_dispatched("r", 0, 500, 100.0)
+    assert books.ranks.c_avail() == [200]
+    assert books.ranks.has_room
 
 
 def test_a_full_pool_is_no_room_until_it_is_reported_otherwise() -> None:
-    one = fresh()
-    one.on_report(report(seq=0, kv_tokens=10_000, kv_capacity_tokens=10_000), 100.0)
-    assert one.ranks.c_avail() == [0]
-    assert not one.ranks.has_room
-    one.on_report(report(seq=1, kv_tokens=2_000, kv_capacity_tokens=10_000), 101.0)
-    assert one.ranks.c_avail() == [1000]
+    books = fresh()
+    books.on_report(report(seq=0, kv_tokens=10_000, kv_capacity_tokens=10_000), 100.0)
+    assert books.ranks.c_avail() == [0]
+    assert not books.ranks.has_room
+    books.on_report(report(seq=1, kv_tokens=2_000, kv_capacity_tokens=10_000), 101.0)
+    assert books.ranks.c_avail() == [1000]
 
 
 def test_what_waits_there_needs_kv_too() -> None:
-    one = fresh()
+    books = fresh()
     waits = {"waiting_requests": 1, "waiting_tokens": 600}
-    one.on_report(report(seq=0, kv_tokens=9_000, kv_capacity_tokens=10_000, **waits), 100.0)
-    assert one.ranks.c_avail() == [400]
+    books.on_report(report(seq=0, kv_tokens=9_000, kv_capacity_tokens=10_000, **waits), 100.0)
+    assert books.ranks.c_avail() == [400]
 
 
 def test_an_engine_that_does_not_say_has_no_limit() -> None:
-    one = fresh()
-    one.on_report(report(seq=0, kv_tokens=10_000), 100.0)
-    assert one.ranks.c_avail() == [1000]
+    books = fresh()
+    books.on_report(report(seq=0, kv_tokens=10_000), 100.0)
+    assert books.ranks.c_avail() == [1000]
 
 
 def test_eta_avoids_a_full_pool() -> None:

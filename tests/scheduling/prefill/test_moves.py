@@ -197,7 +197,7 @@ class TestOneMove:
         before = it.scheduler.interval.latency_s
         it.now_s += 0.4
         it.move("a", new)
-        for message in sorted(it.engine.launch(), key=lambda one: one.dp_rank != new):
+        for message in sorted(it.engine.launch(), key=lambda message: message.dp_rank != new):
             it.say(message)
         assert it.scheduler.interval.latency_s == before
 
@@ -310,7 +310,7 @@ def test_the_tokens_of_all_ranks_are_the_truth(
 
 
 def _tokens_of(it: Cluster, rid: str) -> int:
-    return next(size for rank in it.engine.ranks for one, size in rank.waiting if one == rid)
+    return next(size for rank in it.engine.ranks for waits, size in rank.waiting if waits == rid)
 
 
 def _is_whole(it: Cluster, rid: str) -> bool:

@@ -98,7 +98,7 @@ def test_the_ranks_own_message_confirms_and_its_samples_are_those_without_any_pr
         for message in (messages[first], messages[1 - first]):
             rig.now_s = 11.0
             seen[message.dp_rank] = rig.books.on_report(message, rig.now_s)
-        latencies = [one for each in seen.values() for one in each.latencies_s]
+        latencies = [latency_s for each in seen.values() for latency_s in each.latencies_s]
         assert len(latencies) == 1, "of the batch, by whoever tells first"
         for each in seen.values():
             each.latencies_s, each.requests = [], []
@@ -119,7 +119,7 @@ def test_the_ranks_own_message_contradicts():
     assert rig.state(1) == (["b"], 0), "the oldest was presumed"
     rig.hear(messages[1])
     assert rig.state(1) == (["not there yet"], 0)
-    assert [one.rid for one in rig.books.ranks[1].flight] == ["not there yet"]
+    assert [request.rid for request in rig.books.ranks[1].flight] == ["not there yet"]
 
 
 def test_a_lost_message_is_confirmed_by_the_counter_and_takes_nothing_younger_with_it():

@@ -42,9 +42,9 @@ class LookedAt(dict[str, PrefillRequest]):
     count = 0
 
     def values(self):
-        for one in super().values():
+        for value in super().values():
             self.count += 1
-            yield one
+            yield value
 
 
 def test_a_pass_looks_at_no_more_prompts_than_it_takes():

@@ -94,12 +94,12 @@ def test_the_scheduler_asks_to_go_on() -> None:
     blocks = list(range(LONG))
     arrived = ev.RequestArrived(rid="a", prompt_tokens=LONG, blocks=blocks, block_tokens=1)
     out = scheduler.handle(arrived, 0.0)
-    assert any(isinstance(one, ev.Dispatch) for one in out)
+    assert any(isinstance(command, ev.Dispatch) for command in out)
     out += scheduler.handle(ev.PrefillDone(rid="a"), 0.01)
     rounds = 0
     now_s = 0.01
     while scheduler.prefix.unfinished:
-        wakes = [one.time_s for one in out if isinstance(one, ev.WakeAt)]
+        wakes = [command.time_s for command in out if isinstance(command, ev.WakeAt)]
         assert now_s < wakes[-1] < 0.1, "the driver is asked to come back soon"
         now_s = wakes[-1]
         out = scheduler.handle(ev.TimerFired(), now_s)
@@ -120,14 +120,14 @@ def test_what_is_due_before_the_next_part_is_not_forgotten() -> None:
     scheduler.handle(ev.RequestArrived(rid="in front", prompt_tokens=8000), 0.01)
     second = ev.RequestArrived(rid="b", prompt_tokens=10, deadline_s=0.0115)
     out = scheduler.handle(second, 0.01)
-    assert not any(isinstance(one, ev.Dispatch) for one in out)
+    assert not any(isinstance(command, ev.Dispatch) for command in out)
     refused_s = None
     for _ in range(1000):  # a driver with one timer, and nothing else happens
-        wakes = [one.time_s for one in out if isinstance(one, ev.WakeAt)]
+        wakes = [command.time_s for command in out if isinstance(command, ev.WakeAt)]
         if not wakes or refused_s is not None:
             break
         out = scheduler.handle(ev.TimerFired(), wakes[-1])
-        if any(isinstance(one, ev.Refuse) for one in out):
+        if any(isinstance(command, ev.Refuse) for command in out):
             refused_s = wakes[-1]
     assert refused_s == 0.0115
 
@@ -141,16 +141,16 @@ class TestTable:
             some, bit = rng.sample(names, 40), 1 << rng.randrange(4)
             if rng.random() < 0.6:
                 new, changed = table.add(some, bit)
-                assert new == [one for one in some if not model.get(one)]
-                assert changed == sum(not model.get(one, 0) & bit for one in some)
-                model |= {one: model.get(one, 0) | bit for one in some}
+                assert new == [block for block in some if not model.get(block)]
+                assert changed == sum(not model.get(block, 0) & bit for block in some)
+                model |= {block: model.get(block, 0) | bit for block in some}
             else:
                 assert table.take(some, bit) == sum(bool(model.get(o, 0) & bit) for o in some)
-                model |= {one: model.get(one, 0) & ~bit for one in some}
-            model = {one: mask for one, mask in model.items() if mask}
+                model |= {block: model.get(block, 0) & ~bit for block in some}
+            model = {block: mask for block, mask in model.items() if mask}
             assert len(table) == len(model)
             assert sorted(table) == sorted(model)
-            assert all(table.get(one) == model.get(one, 0) for one in names)
+            assert all(table.get(name) == model.get(name, 0) for name in names)
 
     def test_long_claims_stay_within_their_bound(self) -> None:
         table = BlockTable(200_000)

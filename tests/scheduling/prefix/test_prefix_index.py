@@ -158,8 +158,8 @@ class TestUpcoming:
     def test_what_is_being_computed_and_how_much_of_it_is_common(self) -> None:
         prefix = index()
         prefix.sent("r", "p0", 1, [1, 2, 3], PAGE, visible_s=5.0)
-        (one,) = prefix.upcoming([1, 2, 9, 10], PAGE, 1000)
-        assert one == ("p0", 1, 2 * PAGE, 5.0)
+        (match,) = prefix.upcoming([1, 2, 9, 10], PAGE, 1000)
+        assert match == ("p0", 1, 2 * PAGE, 5.0)
         assert prefix.upcoming([2], PAGE, 1000) == []
         assert prefix.upcoming([1, 2], PAGE, 2 * PAGE)[0].tokens == PAGE
 
@@ -394,7 +394,7 @@ class Machine(RuleBasedStateMachine):
         names = self.names(chain)
         hits = found(self.prefix, names)
         for (name, rank), held in self.held.items():
-            depth = next((i for i, one in enumerate(names) if one not in held), len(names))
+            depth = next((i for i, name in enumerate(names) if name not in held), len(names))
             assert hits.get(name, [0, 0])[rank] == depth * PAGE
 
     @invariant()

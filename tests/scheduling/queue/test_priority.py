@@ -44,9 +44,9 @@ def request(priority: int = 0, slo_s: float | None = None, **more) -> Request:
 
 
 def test_a_request_that_asks_for_nothing_stays_where_it_is():
-    one = urgency()
-    assert one.shift_s(request(), 0.3) == 0.0
-    assert not one.matters(10.0)
+    rule = urgency()
+    assert rule.shift_s(request(), 0.3) == 0.0
+    assert not rule.matters(10.0)
 
 
 def test_a_level_of_priority_is_worth_a_step_of_waiting():
@@ -56,53 +56,53 @@ def test_a_level_of_priority_is_worth_a_step_of_waiting():
 
 
 def test_an_slo_counts_by_its_slack():
-    one = urgency()
-    assert one.shift_s(request(slo_s=PASS_S), 0.3) == pytest.approx(-2.0)
-    assert one.shift_s(request(slo_s=1.0 + PASS_S), 0.3) == pytest.approx(-1.0)
-    assert one.shift_s(request(slo_s=2.0 + PASS_S), 0.3) == pytest.approx(0.0)
-    assert one.shift_s(request(slo_s=100.0), 0.3) == pytest.approx(2.0)
+    rule = urgency()
+    assert rule.shift_s(request(slo_s=PASS_S), 0.3) == pytest.approx(-2.0)
+    assert rule.shift_s(request(slo_s=1.0 + PASS_S), 0.3) == pytest.approx(-1.0)
+    assert rule.shift_s(request(slo_s=2.0 + PASS_S), 0.3) == pytest.approx(0.0)
+    assert rule.shift_s(request(slo_s=100.0), 0.3) == pytest.approx(2.0)
     # A prompt of three chunks takes three passes, which leave less slack.
-    assert one.shift_s(request(slo_s=1.0), 3.0) < one.shift_s(request(slo_s=1.0), 0.3)
+    assert rule.shift_s(request(slo_s=1.0), 3.0) < rule.shift_s(request(slo_s=1.0), 0.3)
 
 
 def test_urgent_requests_matter_for_a_while():
-    one = urgency()
-    one.shift_s(request(1), 0.3)
-    assert one.matters(11.0)
-    assert not one.matters(100.0)
+    rule = urgency()
+    rule.shift_s(request(1), 0.3)
+    assert rule.matters(11.0)
+    assert not rule.matters(100.0)
 
 
 def test_tenants_matter_once_there_are_two():
-    one = urgency()
-    one.shift_s(request(), 0.3)
-    assert not one.matters(11.0)
-    one.shift_s(request(tenant="a"), 0.3)
-    assert one.matters(11.0)
+    rule = urgency()
+    rule.shift_s(request(), 0.3)
+    assert not rule.matters(11.0)
+    rule.shift_s(request(tenant="a"), 0.3)
+    assert rule.matters(11.0)
 
 
 def test_requests_that_all_bring_the_same_slo_do_not_differ():
-    one = urgency()
-    one.shift_s(request(slo_s=2.0), 0.3)
-    assert not one.matters(11.0)
+    rule = urgency()
+    rule.shift_s(request(slo_s=2.0), 0.3)
+    assert not rule.matters(11.0)
     for chunks in (0.1, 0.9, 2.0):
-        one.shift_s(request(slo_s=2.0), chunks)
-    assert not one.matters(11.0)
-    one.shift_s(request(slo_s=0.2), 0.3)
-    assert one.matters(11.0)
+        rule.shift_s(request(slo_s=2.0), chunks)
+    assert not rule.matters(11.0)
+    rule.shift_s(request(slo_s=0.2), 0.3)
+    assert rule.matters(11.0)
 
 
 @given(priorities, slos_s, st.text(max_size=200))
 def test_what_a_client_says_is_bounded(priority, slo_s, tenant):
-    one = request(priority, slo_s, tenant=tenant)
-    assert abs(one.priority) <= MOST_PRIORITY
-    assert one.ttft_slo_s is None or LEAST_SLO_S <= one.ttft_slo_s <= MOST_SLO_S
-    assert len(one.tenant) <= 64
-    assert math.isfinite(urgency().shift_s(one, 1.0))
+    asked = request(priority, slo_s, tenant=tenant)
+    assert abs(asked.priority) <= MOST_PRIORITY
+    assert asked.ttft_slo_s is None or LEAST_SLO_S <= asked.ttft_slo_s <= MOST_SLO_S
+    assert len(asked.tenant) <= 64
+    assert math.isfinite(urgency().shift_s(asked, 1.0))
 
 
 @given(priorities, priorities)
-def test_a_larger_priority_never_goes_later(one, other):
-    low, high = sorted((one, other))
+def test_a_larger_priority_never_goes_later(first, other):
+    low, high = sorted((first, other))
     assert urgency().shift_s(request(high), 0.3) <= urgency().shift_s(request(low), 0.3)
     assert clamped_priority(low) <= clamped_priority(high)
 
@@ -190,7 +190,7 @@ def test_the_lowest_class_is_served_under_a_flood_of_the_highest(seed, high_shar
     outcome = simulate(arrivals, config, spec, observe=observe, drain_s=600.0)
     records = outcome.requests
     assert all(record.ends == 1 and record.refused is None for record in records)
-    batches_s = 5 * max(one.end_s - one.start_s for one in outcome.passes)
+    batches_s = 5 * max(a_pass.end_s - a_pass.start_s for a_pass in outcome.passes)
     for record in records:
         if arrivals[record.index].priority > 0:
             continue

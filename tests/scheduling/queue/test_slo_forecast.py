@@ -33,7 +33,7 @@ def arrive(scheduler: Scheduler, slo_s: float | None, **more) -> list[Command]:
 
 
 def refusals(commands: list[Command]) -> list[Refuse]:
-    return [one for one in commands if isinstance(one, Refuse)]
+    return [command for command in commands if isinstance(command, Refuse)]
 
 
 def test_it_is_off_by_default():

@@ -24,7 +24,7 @@ def arrivals(count: int = 120) -> list[Arrival]:
 
 
 def test_both_pools_have_as_much_to_compute_per_instance() -> None:
-    lengths = [one.prompt_tokens for one in arrivals(3000)]
+    lengths = [arrival.prompt_tokens for arrival in arrivals(3000)]
     threshold = fair_threshold(lengths, 2, [InstanceSpec()] * 3)
     short = sum(tokens for tokens in lengths if tokens <= threshold)
     assert short / sum(lengths) == pytest.approx(2 / 3, abs=0.01)
@@ -34,14 +34,16 @@ def test_in_pools_a_prompt_goes_where_its_length_says_and_all_are_answered() -> 
     spec = msgspec.structs.replace(SPEC, short_pool=2)
     sent = arrivals()
     outcome = simulate_arranged(sent, SchedulerConfig(policy="eta"), spec, drain_s=60.0)
-    assert [one.index for one in outcome.requests] == list(range(len(sent)))
+    assert [request.index for request in outcome.requests] == list(range(len(sent)))
     assert list(outcome.arrivals) == sent
-    assert all(one.ends == 1 and one.ttft_s > 0 for one in outcome.requests)
-    assert [one.prompt_tokens for one in outcome.requests] == [one.prompt_tokens for one in sent]
+    assert all(request.ends == 1 and request.ttft_s > 0 for request in outcome.requests)
+    assert [arrival.prompt_tokens for arrival in outcome.requests] == [
+        arrival.prompt_tokens for arrival in sent
+    ]
     longest_short = fair_threshold([a.prompt_tokens for a in sent], 2, [InstanceSpec()] * 3)
     by_instance: dict[str, int] = {}
-    for one in outcome.passes:
-        by_instance[one.instance] = by_instance.get(one.instance, 0) + one.tokens
+    for a_pass in outcome.passes:
+        by_instance[a_pass.instance] = by_instance.get(a_pass.instance, 0) + a_pass.tokens
     long = sum(a.prompt_tokens for a in sent if a.prompt_tokens > longest_short)
     assert by_instance["p2"] == long
     assert set(by_instance) == {"p0", "p1", "p2"}
@@ -51,12 +53,14 @@ def test_decode_takes_short_prompts_only_and_only_with_the_flag() -> None:
     sent = [Arrival(0.0, tokens, 8) for tokens in (200, 900) * 40]
     config = SchedulerConfig(policy="eta")
     alone = simulate_arranged(sent, config, SPEC, drain_s=60.0)
-    assert {one.instance for one in alone.passes} == {"p0", "p1", "p2"}
+    assert {a_pass.instance for a_pass in alone.passes} == {"p0", "p1", "p2"}
     spec = msgspec.structs.replace(SPEC, deflect_tokens=200)
     outcome = simulate_arranged(sent, config, spec, drain_s=60.0)
-    taken = [one for one in outcome.requests if one.prefill and one.prefill[0] == "p3"]
-    assert taken and {one.prompt_tokens for one in taken} == {200}
-    assert all(one.ends == 1 for one in outcome.requests)
+    taken = [
+        request for request in outcome.requests if request.prefill and request.prefill[0] == "p3"
+    ]
+    assert taken and {request.prompt_tokens for request in taken} == {200}
+    assert all(request.ends == 1 for request in outcome.requests)
 
 
 def pooled(balance: str, sent: list[Arrival], pools: int = 2) -> Outcome:
@@ -68,25 +72,27 @@ def pooled(balance: str, sent: list[Arrival], pools: int = 2) -> Outcome:
 
 def of_pool(outcome: Outcome) -> list[int]:
     """Of each request in the order of arrivals: instances p0 and p1 are the first pool."""
-    return [int(int(one.prefill[0][1:]) >= 2) for one in outcome.requests if one.prefill]
+    return [
+        int(int(request.prefill[0][1:]) >= 2) for request in outcome.requests if request.prefill
+    ]
 
 
 @pytest.mark.parametrize("balance", ["least", "random", "session"])
 def test_every_request_has_its_pool_and_is_answered_there(balance: str) -> None:
-    sent = [one._replace(session=f"s{number % 7}") for number, one in enumerate(arrivals())]
+    sent = [arrival._replace(session=f"s{number % 7}") for number, arrival in enumerate(arrivals())]
     outcome = pooled(balance, sent)
-    assert [one.index for one in outcome.requests] == list(range(len(sent)))
-    assert all(one.ends == 1 and one.ttft_s > 0 for one in outcome.requests)
+    assert [request.index for request in outcome.requests] == list(range(len(sent)))
+    assert all(request.ends == 1 and request.ttft_s > 0 for request in outcome.requests)
     pools = of_pool(outcome)
-    assert [one.requests for one in outcome.pools] == [pools.count(0), pools.count(1)]
-    assert {one.instance for one in outcome.passes} == {"p0", "p1", "p2", "p3"}
-    assert all(len(one.decisions_s) >= 3 * one.requests for one in outcome.pools)
-    sessions = {(one.session, pool) for one, pool in zip(sent, pools, strict=True)}
+    assert [pool.requests for pool in outcome.pools] == [pools.count(0), pools.count(1)]
+    assert {a_pass.instance for a_pass in outcome.passes} == {"p0", "p1", "p2", "p3"}
+    assert all(len(pool.decisions_s) >= 3 * pool.requests for pool in outcome.pools)
+    sessions = {(request.session, pool) for request, pool in zip(sent, pools, strict=True)}
     assert (len(sessions) == 7) == (balance == "session")
 
 
 def test_a_pool_without_requests_is_no_division_by_zero() -> None:
-    sent = [one._replace(session="s") for one in arrivals()]
+    sent = [arrival._replace(session="s") for arrival in arrivals()]
     row = pool_summary(pooled("session", sent))
     assert row["pool_max_over_mean"] == 2
     assert row["decision_share"] > 0
@@ -96,8 +102,8 @@ def test_one_pool_is_the_whole_cluster() -> None:
     sent = arrivals()
     spec = msgspec.structs.replace(SPEC, prefill_instances=4, seed=1)
     whole = simulate_arranged(sent, SchedulerConfig(policy="sbs"), spec, drain_s=60.0)
-    assert [one.ttft_s for one in pooled("least", sent, 1).requests] == [
-        one.ttft_s for one in whole.requests
+    assert [request.ttft_s for request in pooled("least", sent, 1).requests] == [
+        request.ttft_s for request in whole.requests
     ]
     assert whole.pools == []
 
@@ -108,6 +114,6 @@ def test_the_pool_with_the_fewest_requests_in_flight_is_next() -> None:
     sent = [Arrival(0.0, 60_000, 8), *(Arrival(1.0 + number, 10, 8) for number in range(6))]
     outcome = simulate_arranged(sent, SchedulerConfig(policy="eta"), spec, drain_s=60.0)
     assert outcome.requests[0].ttft_s > 7
-    first, *others = (one.prefill for one in outcome.requests)
+    first, *others = (request.prefill for request in outcome.requests)
     assert first is not None
-    assert {one[0] for one in others if one} == {"p0", "p1"} - {first[0]}
+    assert {other[0] for other in others if other} == {"p0", "p1"} - {first[0]}

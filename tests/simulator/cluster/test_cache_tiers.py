@@ -21,38 +21,38 @@ def cache(device: int, host: int, storage: SharedStorage | None = None) -> Block
     return BlockCache(device * BLOCK, BLOCK, host_tokens=host * BLOCK, storage=storage)
 
 
-def compute(one: BlockCache, blocks: tuple[int, ...]) -> None:
+def compute(cache: BlockCache, blocks: tuple[int, ...]) -> None:
     tokens = len(blocks) * BLOCK
-    hold = one.start(blocks, one.match(blocks, tokens), tokens)
+    hold = cache.start(blocks, cache.match(blocks, tokens), tokens)
     assert hold is not None
-    one.publish(hold, tokens)
-    one.end(hold)
+    cache.publish(hold, tokens)
+    cache.end(hold)
 
 
 def test_host_memory_keeps_what_the_device_evicts() -> None:
-    one = cache(device=10, host=20)
-    compute(one, FIRST)
-    compute(one, SECOND)
-    assert one.match(FIRST, 101) == 0
-    assert one.loadable(FIRST, 0, 101) == 10
-    events = one.take_events()
+    caches = cache(device=10, host=20)
+    compute(caches, FIRST)
+    compute(caches, SECOND)
+    assert caches.match(FIRST, 101) == 0
+    assert caches.loadable(FIRST, 0, 101) == 10
+    events = caches.take_events()
     assert events is not None
     assert sorted(events.removed) == sorted(FIRST)
     assert sorted(events.host_stored) == sorted(FIRST + SECOND)
 
 
 def test_host_memory_evicts_leaves_that_were_not_used_lately() -> None:
-    one = cache(device=10, host=15)
-    compute(one, FIRST)
-    compute(one, SECOND)
-    assert one.loadable(FIRST, 0, 101) == 5, "the beginning stays"
-    assert one.loadable(SECOND, 0, 101) == 10
+    caches = cache(device=10, host=15)
+    compute(caches, FIRST)
+    compute(caches, SECOND)
+    assert caches.loadable(FIRST, 0, 101) == 5, "the beginning stays"
+    assert caches.loadable(SECOND, 0, 101) == 10
 
 
 def test_storage_has_for_every_rank_what_any_rank_computed() -> None:
     storage = SharedStorage()
-    one, other = cache(10, 20, storage), cache(10, 20, storage)
-    compute(one, FIRST)
+    first, other = cache(10, 20, storage), cache(10, 20, storage)
+    compute(first, FIRST)
     assert other.to_fetch(FIRST, 101) == list(FIRST)
     other.fetched(FIRST, FIRST)
     assert other.to_fetch(FIRST, 101) == []

@@ -81,7 +81,7 @@ def test_two_of_one_pass_with_a_new_prefix_in_common_compute_it_each():
     first, *_ = iterate(prefill, 0.0)
     assert first.tokens == [100]  # 35 + 35 + 30 of c, which is cut
     passes, _ = serve(prefill, 0.0)
-    assert [one.tokens for one in passes] == [[5]]
+    assert [a_pass.tokens for a_pass in passes] == [[5]]
     (stored,) = prefill.take_block_events()
     assert stored == BlocksStored(instance="p0", dp_rank=0, blocks=[1, 2, 3], tier="device")
 
@@ -165,10 +165,10 @@ def test_every_prompt_token_is_found_or_computed_whatever_happens(
     first_time = computed - sum(r.recomputed_tokens for r in outcome.requests)
     partial = sum(a.prompt_tokens % 64 for a in arrivals)
     if not dies:
-        assert sum(one.tokens for one in outcome.passes) == computed
+        assert sum(a_pass.tokens for a_pass in outcome.passes) == computed
         assert first_time == 64 * len(new) + partial
     else:
-        assert sum(one.tokens for one in outcome.passes) >= computed
+        assert sum(a_pass.tokens for a_pass in outcome.passes) >= computed
 
 
 def test_a_hit_is_predicted_exactly_where_events_tell_and_nothing_is_in_the_way():

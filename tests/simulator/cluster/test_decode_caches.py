@@ -43,7 +43,7 @@ def turns(count: int, *, grows: int = 0) -> list[Arrival]:
 def served(arrivals: list[Arrival], **spec):
     config = scheduler_config("sbs")
     outcome = simulate(arrivals, config, ClusterSpec(**{**SPEC, **spec}))
-    assert all(one.ends == 1 for one in outcome.requests)
+    assert all(request.ends == 1 for request in outcome.requests)
     return outcome.requests
 
 
@@ -72,18 +72,18 @@ def test_prompts_of_one_rank_are_sent_one_after_the_other() -> None:
 @pytest.mark.parametrize("source", ["events", "approximate"])
 def test_a_decode_rank_is_sent_only_what_it_does_not_have(source: str) -> None:
     requests = served(turns(4, grows=30), decode_cache="seen", prefix_source=source)
-    assert len({one.decode for one in requests}) == 1
+    assert len({request.decode for request in requests}) == 1
     # Of the prompt and answer before, but for the answer's last token, in full blocks.
-    assert [one.decode_cached_tokens for one in requests] == [0, 80, 110, 140]
+    assert [request.decode_cached_tokens for request in requests] == [0, 80, 110, 140]
     unseen = served(turns(4, grows=30), decode_cache="unseen", prefix_source=source)
-    assert len({one.decode for one in unseen}) == 4
-    assert {one.decode_cached_tokens for one in unseen} == {0}
+    assert len({request.decode for request in unseen}) == 4
+    assert {request.decode_cached_tokens for request in unseen} == {0}
     off = served(turns(4, grows=30), prefix_source=source)
-    assert [one.decode for one in off] == [one.decode for one in unseen]
+    assert [request.decode for request in off] == [request.decode for request in unseen]
 
 
 def test_a_full_decode_cache_drops_what_was_used_longest_ago() -> None:
-    other = [replace_names(one, 1000) for one in turns(1)]
+    other = [replace_names(turn, 1000) for turn in turns(1)]
     arrivals = [*turns(1), other[0], turns(2)[1]._replace(at_s=4.0)]
     spec = {"decode_cache": "seen", "decode_dp_size": 1}
     assert served(arrivals, **spec)[2].decode_cached_tokens == 60
@@ -91,9 +91,9 @@ def test_a_full_decode_cache_drops_what_was_used_longest_ago() -> None:
     assert small[2].decode_cached_tokens == 0
 
 
-def replace_names(one: Arrival, by: int) -> Arrival:
-    blocks, answer = one.blocks, one.answer_blocks
-    return one._replace(
+def replace_names(arrival: Arrival, by: int) -> Arrival:
+    blocks, answer = arrival.blocks, arrival.answer_blocks
+    return arrival._replace(
         at_s=2.0,
         blocks=tuple(name + by for name in blocks),
         answer_blocks=tuple(name + by for name in answer),

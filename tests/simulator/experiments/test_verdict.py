@@ -74,8 +74,8 @@ def test_the_interval_holds_the_truth_about_as_often_as_it_says():
     for trial in range(200):
         rng = random.Random(trial)
         busy = [rng.lognormvariate(0, 0.4) for _ in range(8)]
-        ours = [(0.8 * one * rng.lognormvariate(0, 0.1), 10) for one in busy]
-        found = ratio_of_means(ours, [(one, 10) for one in busy])
+        ours = [(0.8 * value * rng.lognormvariate(0, 0.1), 10) for value in busy]
+        found = ratio_of_means(ours, [(value, 10) for value in busy])
         held += found.low <= 0.8 * 2.718281828**0.005 <= found.high
     assert 0.9 * 200 <= held < 200
 
@@ -130,7 +130,7 @@ def test_an_interrupt_keeps_the_rows_of_the_runs_that_ended(workers: int):
     tasks = [(made, (number,)) for number in range(3)] + [(interrupt, ())]
     with pytest.raises(Interrupted) as raised:
         run_with_progress(tasks, Console(file=io.StringIO()), workers)
-    rows = [one["number"] for one in raised.value.rows]
+    rows = [row["number"] for row in raised.value.rows]
     assert rows == sorted(rows) and (workers > 1 or rows == [0, 1, 2])
 
 

@@ -19,8 +19,8 @@ def played(loop: AgentLoop) -> list[tuple[Arrival, float]]:
     while heap:
         at_s, _, arrival, since_s = heapq.heappop(heap)
         out.append((arrival, since_s))
-        for one in loop.after(arrival, at_s + ANSWER_S):
-            heapq.heappush(heap, (one.at_s, len(out) * 1000 + len(heap), one, at_s + ANSWER_S))
+        for turn in loop.after(arrival, at_s + ANSWER_S):
+            heapq.heappush(heap, (turn.at_s, len(out) * 1000 + len(heap), turn, at_s + ANSWER_S))
     return out
 
 
@@ -61,6 +61,6 @@ def test_sub_agents_begin_with_the_context_of_their_agent() -> None:
 
 
 def test_a_seed_says_it_all() -> None:
-    one, same, other = (AgentLoop(5, 100.0, seed) for seed in (7, 7, 8))
-    assert one.first == same.first != other.first
-    assert played(one) == played(same)
+    first, same, other = (AgentLoop(5, 100.0, seed) for seed in (7, 7, 8))
+    assert first.first == same.first != other.first
+    assert played(first) == played(same)

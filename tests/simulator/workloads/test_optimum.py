@@ -58,10 +58,10 @@ def test_no_lru_cache_finds_more(seed, capacity):
     best = optimal_cached_tokens(arrivals, BLOCK, capacity * BLOCK)
     cache = BlockCache(capacity * BLOCK, BLOCK)
     found = 0
-    for one in arrivals:
-        hit = cache.match(one.blocks, one.prompt_tokens)
-        hold = cache.start(one.blocks, hit, one.prompt_tokens)
-        cache.publish(hold, one.prompt_tokens)
+    for arrival in arrivals:
+        hit = cache.match(arrival.blocks, arrival.prompt_tokens)
+        hold = cache.start(arrival.blocks, hit, arrival.prompt_tokens)
+        cache.publish(hold, arrival.prompt_tokens)
         cache.end(hold)
         found += hit * BLOCK
     assert sum(best) >= found

@@ -122,7 +122,7 @@ def test_an_instance_that_differs_counts_what_its_full_chunks_are_worth():
     assert equal.nominal_qps == pytest.approx(2 * 57)
     uneven = make_scenario("paper-3k", instances=[{}, {"dp_size": 4}, {"speed": 0.5}], dp_size=8)
     assert uneven.nominal_qps == pytest.approx(2 * 57)
-    assert [one.dp_size for _, one in uneven.spec.prefill] == [8, 4, 8]
+    assert [spec.dp_size for _, spec in uneven.spec.prefill] == [8, 4, 8]
 
 
 def test_bursts_come_at_the_same_rate():

@@ -148,10 +148,10 @@ def test_the_second_time_around_the_conversations_are_others(tmp_path):
         laps.setdefault(arrival.blocks, []).append(arrival.at_s)
     assert len(window) > 2 * len(trace)
     assert all(len(times) == 1 for times in laps.values())
-    for one in window:
+    for turn in window:
         for other in window:
-            shared = sum(a == b for a, b in zip(one.blocks, other.blocks, strict=False))
-            assert (shared > 1) == (one.session == other.session)
+            shared = sum(a == b for a, b in zip(turn.blocks, other.blocks, strict=False))
+            assert (shared > 1) == (turn.session == other.session)
 
 
 def _event_log(path: Path, *arrived: tuple[float, RequestArrived]) -> Path:
@@ -205,6 +205,8 @@ def test_the_converter_of_the_documentation_makes_a_trace(tmp_path):
     )
     path = tmp_path / "requests.jsonl"
     path.write_text(done.stdout)
-    found = [(one.at_s, one.prompt_tokens, one.output_tokens) for one in read_trace(path)]
+    found = [
+        (arrival.at_s, arrival.prompt_tokens, arrival.output_tokens) for arrival in read_trace(path)
+    ]
     assert found == [(0.0, 9, 2), (pytest.approx(1.25), 7, 3)]
     assert done.stderr.count("left out:") == 2
