@@ -21,7 +21,9 @@ from sglang_sbs.router.name_lookup import is_address
 
 logger = logging.getLogger(__name__)
 
-FOLLOW_S, AGAIN_S = 10.0, 1.0
+FOLLOW_S = 10.0
+_AGAIN_S = 1.0
+"""Pause before a name without an address is resolved again."""
 _FOLLOW_STANDING_S = 60.0
 
 
@@ -52,19 +54,18 @@ class Dialler:
         stands: Callable[[], bool] | None = None,
         first: Callable[[int], int] = lambda _count: 0,
         follow_s: float = FOLLOW_S,
-        again_s: float = AGAIN_S,
     ) -> None:
         """Create a dialler. ``what`` names the data in log messages. ``used`` is called after each
         use of the socket, which may consume an edge of its descriptor. ``stands`` returns whether
         the connection is up, if known; if not, the name's next address is tried. ``first`` selects
         the first address to try, given their number. A name with an address is resolved again after
-        ``follow_s`` if the connection may be down, one without an address after ``again_s``."""
+        ``follow_s`` if the connection may be down."""
         self._sock = sock
         self._what = what
         self._used = used
         self._stands = stands
         self._first = first
-        self._follow_s, self._again_s = follow_s, again_s
+        self._follow_s = follow_s
         self._wanted: Collection[str] = ()
         self._connected: set[str] = set()
         """Connected endpoints, by address."""
@@ -103,7 +104,7 @@ class Dialler:
                         text = "no %s from %r: %s; resolving the name again"
                         logger.warning(text, self._what, name, error)
             found = name in self._addresses
-            await asyncio.sleep(self._follow_s if found else self._again_s)
+            await asyncio.sleep(self._follow_s if found else _AGAIN_S)
 
     def _choose(self, name: str, found: list[str]) -> None:
         used = self._addresses.get(name, "")

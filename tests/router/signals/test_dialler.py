@@ -136,7 +136,7 @@ class Recorder:
 def test_an_engine_that_moved_is_found_at_its_new_address() -> None:
     async def main(dns: Dns) -> None:
         sock: Any = Recorder()
-        dialler = Dialler(sock, "messages", follow_s=0.01, again_s=0.01)
+        dialler = Dialler(sock, "messages", follow_s=0.01)
         dialler.dial({f"tcp://{NAME}:1", f"tcp://{NAME}:2", "tcp://[::1]:3", "ipc:///tmp/x"})
         assert sorted(sock.connected) == ["ipc:///tmp/x", "tcp://[::1]:3"]
         await until(lambda: len(sock.connected) == 4)
