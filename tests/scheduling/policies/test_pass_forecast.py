@@ -36,7 +36,7 @@ def at(
     terms=DEFAULT,
 ) -> set[str]:
     """Those that cost least there."""
-    by_id = {one.instance.id: one for one in (*forecasts, *far)}
+    by_id = {known.instance.id: known for known in (*forecasts, *far)}
     near = [forecast.instance.id for forecast in forecasts]
     others = by_id.keys() - near
     found, _ = homes(near, others, by_id, queue, lambda _: terms, lambda _r, _i: may_go)
