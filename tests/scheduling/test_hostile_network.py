@@ -172,14 +172,6 @@ def test_a_few_batches_do_not_show_that_a_lone_request_takes_longer():
     assert network.lone_s == pytest.approx(0.13), "so many are a slow network"
 
 
-def test_requests_sent_alone_show_what_a_lone_request_takes():
-    """With jitter and no gate a batch starts with its quickest request."""
-    network = NetworkLatency(0.02)
-    network.observe([0.009] * 9 + [0.021], 0.0, [10] * 9 + [1])
-    assert network.latency_s == pytest.approx(0.009)
-    assert network.lone_s == pytest.approx(0.021)
-
-
 def test_the_forward_model_recovers_from_a_hostile_hour():
     model = ForwardModel(t_default_s=0.3, chunk_tokens=3072)
     rng = random.Random(2)

@@ -25,7 +25,7 @@ _FALL_BACK_S = 10.0
 """Time constant of the return to the assumed latency without fresh samples."""
 _MOST_S = 5.0
 """Largest plausible latency; higher values come from clock jumps or faulty engines."""
-_FEW = 8
+_FEW = 3
 """Least number of batches that can raise the latency of a lone request. A few batches may have
 waited for one another, in an intake or a gate."""
 
@@ -86,11 +86,8 @@ class NetworkLatency:
         more = sorted(sizes)[len(sizes) // 2] - 1
         slope_s = xy / xx * (xy * xy / (xx * yy)) if xy > 0 else 0.0
         self.serial_s = min(slope_s, self.latency_s / more) if more else 0.0
-        alone_s = sorted([latency_s for _, latency_s, size in self._samples if size == 1])
         within_s = self.latency_s - self.serial_s * more
-        if alone_s:
-            self.lone_s = alone_s[len(alone_s) // 2]
-        elif len(sizes) >= _FEW or within_s < self.lone_s:
+        if len(sizes) >= _FEW or 1 in sizes or within_s < self.lone_s:
             self.lone_s = within_s
 
 
