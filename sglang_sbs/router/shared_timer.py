@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import logging
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
+
+logger = logging.getLogger(__name__)
 
 K = TypeVar("K", bound=Hashable)
 
@@ -47,4 +50,8 @@ class SharedTimer(Generic[K]):
                 self._set(loop, due_s)
             else:
                 del self._due_s[key]
-                self._expired(key)
+                try:
+                    self._expired(key)
+                except Exception:
+                    # The timeouts of other keys do not depend on this one.
+                    logger.exception("a timeout was not handled")

@@ -60,3 +60,17 @@ async def test_a_key_may_start_another_timeout_when_its_own_ends() -> None:
     timer: SharedTimer[str] = SharedTimer(LIMIT_S / 10, expired)
     timer.add("a")
     await until(lambda: left == [0])
+
+
+async def test_a_handler_that_fails_does_not_keep_other_keys_from_their_timeout() -> None:
+    ended: list[str] = []
+
+    def expired(key: str) -> None:
+        if key == "faulty":
+            raise ValueError(key)
+        ended.append(key)
+
+    timer: SharedTimer[str] = SharedTimer(LIMIT_S / 10, expired)
+    timer.add("faulty")
+    timer.add("other")
+    await until(lambda: ended == ["other"])
