@@ -18,8 +18,6 @@ logger = logging.getLogger(__name__)
 
 _SLICE_BYTES = 256 << 10
 """Bytes of a large request written before others get a turn."""
-_JOINED_BYTES = 16 << 10
-"""Requests up to this size are written as one piece, which is faster than several."""
 _TAKEN_BYTES = 16 << 10
 """Received bytes handled before others get a turn."""
 
@@ -65,11 +63,7 @@ class Connection(asyncio.Protocol):
 
     def send(self, payload: Sequence[bytes | bytearray]) -> None:
         """Write a request; the later parts of a large one follow as the engine reads."""
-        size = sum(map(len, payload))
-        if size <= _JOINED_BYTES:
-            self.transport.write(b"".join(payload))
-            return
-        if size <= _SLICE_BYTES:
+        if sum(map(len, payload)) <= _SLICE_BYTES:
             self.transport.writelines(payload)
             return
         self._unsent = (

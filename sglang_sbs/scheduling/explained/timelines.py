@@ -97,8 +97,7 @@ class Timeline(msgspec.Struct, omit_defaults=True, gc=False):
         for name, until_s in steps:
             if until_s is not None:
                 # Times of engines depend on message delays, so they may be slightly off.
-                end_s = until_s if first_s is None or until_s < first_s else first_s
-                end_s = end_s if end_s > at_s else at_s
+                end_s = max(at_s, until_s if first_s is None else min(until_s, first_s))
                 parts[name], at_s = end_s - at_s, end_s
         return parts
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
+from collections.abc import Sequence
 
 import pytest
 from harness.raw_engines import Collector, ask, chunked, raw_server, read_request
@@ -26,7 +27,7 @@ class FakeTransport:
         self.reading = True
         self.unsent = 0
 
-    def write(self, data: bytes) -> None: ...
+    def writelines(self, pieces: Sequence[bytes]) -> None: ...
     def get_write_buffer_size(self) -> int:
         return self.unsent
 
