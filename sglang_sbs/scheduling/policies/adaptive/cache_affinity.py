@@ -47,11 +47,8 @@ class _Best(NamedTuple):
 class _Coming(NamedTuple):
     """Whether it pays to wait for ranks that are computing a part of a prompt."""
 
-    upcoming: list[Upcoming]
+    upcoming: Sequence[Upcoming]
     pays: bool
-
-
-_NOTHING_COMES = _Coming([], pays=False)
 
 
 class CacheAffinity:
@@ -131,9 +128,11 @@ class CacheAffinity:
     def is_coming(self, request: Request) -> bool:
         """Return whether a request should wait for a rank that is computing a part of its prefix
         for another request."""
-        known = self._coming.get(request.rid, _NOTHING_COMES)
-        if [*request.upcoming] != known.upcoming:
-            known = _Coming([*request.upcoming], self._is_coming(request))
+        if not request.upcoming:
+            return False
+        known = self._coming.get(request.rid)
+        if known is None or known.upcoming != request.upcoming:
+            known = _Coming(request.upcoming, self._is_coming(request))
             self._coming[request.rid] = known
         return known.pays
 
@@ -197,7 +196,8 @@ class CacheAffinity:
         formula, ranks = there.formula, len(there.ahead_tokens)
         attention_s = formula.rank_s(0, attention_pairs(again, cached))
         again_s = (formula.slope_s() * again + attention_s) / ranks
-        return done_s + self._weight * again_s / max(1, len(self._sharing[request.cached_until]))
+        sharing = self._sharing.get(request.cached_until, ())
+        return done_s + self._weight * again_s / max(1, len(sharing))
 
 
 def rank_by_affinity(
