@@ -187,7 +187,7 @@ async def test_an_address_that_means_another_machine_elsewhere_is_not_learned(
 
 async def test_an_engine_whose_ranks_moved_to_a_second_node_is_unusable_and_says_why() -> None:
     """Without the plugin no boot id tells of the restart, and nothing of where the rank is now."""
-    at_once = {"nodes_heard_s": 0.0}
+    at_once = {"nodes_report_s": 0.0}
     async with cluster(kind=TwoNodes, decode_dp=2, wait=False, monitor=at_once) as system:
         (worker,) = system.server.registry.of_role("prefill")
         await until(lambda: worker.problems.get("unusable"))

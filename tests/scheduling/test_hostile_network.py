@@ -169,7 +169,7 @@ def test_a_few_batches_do_not_show_that_a_lone_request_takes_longer():
     assert network.latency_s == pytest.approx(0.13)
     assert network.lone_s == pytest.approx(0.013)
     network.observe([0.13] * 6, 51.0, [9] * 6)
-    assert network.lone_s == pytest.approx(0.13), "so many are a slow network"
+    assert network.lone_s == pytest.approx(0.13), "eight batches show a slow network"
 
 
 def test_the_forward_model_recovers_from_a_hostile_hour():

@@ -111,7 +111,7 @@ class MonitorConfig:
     """Time limit of a probe in doubt; a healthy worker answers within milliseconds."""
     fast_s: float = 1.0
     """Interval between probes of a worker that is down or in doubt."""
-    nodes_heard_s: float = 2.5
+    nodes_report_s: float = 2.5
     """Longest wait for the reports of ranks on other nodes. It is longer than two heartbeats of the
     plugin, but shorter than a starting scheduler waits for workers."""
     tokenizers_every_s: float = 1.0

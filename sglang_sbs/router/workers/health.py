@@ -297,7 +297,7 @@ class Monitor:
         for _ in range(0 if worker.info else 50):
             if far.keys() <= worker.reports_from.keys():
                 break
-            await asyncio.sleep(self._config.nodes_heard_s / 50)
+            await asyncio.sleep(self._config.nodes_report_s / 50)
         hosts: dict[int, str] = {}
         for rank, node in far.items():
             if rank not in worker.reports_from:

@@ -71,7 +71,7 @@ async def test_when_another_takes_over_it_is_told_what_is_in_flight(several: Sev
     assert side.books == (0, 10, 20)
     several.crash("a")
     await until(lambda: not any(front_end.link.connected for front_end in front_ends))
-    # While nobody schedules, requests are placed at once, and that one is submitted, too.
+    # Without a scheduler requests are placed at once, and submitted to the next one.
     await front_ends[0].ask("0/during")
     several.ballots["b"].win(2)
     await several.all_follow("b")
