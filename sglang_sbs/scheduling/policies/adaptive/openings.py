@@ -72,8 +72,8 @@ def open_passes(view: View) -> Openings:
 
 
 def _add_far_away(view: View, found: OpenSoFar) -> None:
-    """Return every instance with room: if the dispatch latency is a pass or more, no request is
-    held."""
+    """Open a pass of every instance with room: no request is held if the dispatch latency is a pass
+    or more."""
     starts = view.starts
     for instance in starts.in_order():
         if instance.ranks.has_room_in(view.passes_away):
@@ -161,8 +161,8 @@ def lookahead(
     lead_s: float,
     now_s: float,
 ) -> OpenSoFar:
-    """Return the instances that get a batch now for the pass after their next one, and when the
-    next instance does.
+    """Return the passes after the next ones that get a batch now, and when the first of the others
+    does.
 
     An engine with overlap scheduling forms the batch of a pass when the previous pass *starts*, if
     any request waits by then, and launches it without a gap. Later requests wait until that pass
@@ -176,11 +176,12 @@ def lookahead(
         mean_tokens: mean length of a request.
         lead_s: how long a batch is on its way, with its margin.
     """
-    rooms = [max(0, i.ranks.capacity_of(mean_tokens) - i.ranks.charged_tokens) for i in instances]
+    capacities = [instance.ranks.capacity_of(mean_tokens) for instance in instances]
+    pairs = list(zip(instances, capacities, strict=True))
+    rooms = [max(0, tokens - instance.ranks.charged_tokens) for instance, tokens in pairs]
     room_tokens = sum(rooms)
     found = OpenSoFar(now_s)
-    for instance, room in zip(instances, rooms, strict=True):
-        tokens = instance.ranks.capacity_of(mean_tokens)
+    for (instance, tokens), room in zip(pairs, rooms, strict=True):
         # The others take what they have room for, and this one takes a whole pass.
         if queue_tokens >= tokens + room_tokens - room and _lacks_batch(instance, tokens):
             passes = 1 + (len(instance.passes) == 1)
