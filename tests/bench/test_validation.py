@@ -104,6 +104,11 @@ def test_the_latencies_are_recovered(record):
     assert found.decode_s == pytest.approx(SPEC.decode_s, abs=0.001)
 
 
+def test_a_log_without_batches_gives_no_spread_within_them(record):
+    found = calibrate([record("round_robin", 1)[1]])
+    assert found.dispatch_jitter < 0.1 * found.gang_jitter
+
+
 def test_what_was_fitted_on_one_seed_predicts_another(record):
     known = [record(policy, 1)[1] for policy in ("sbs", "least_tokens")]
     calibration = calibrate(known)

@@ -287,7 +287,9 @@ def fit_latency(requests: Iterable[RecordedRequest]) -> tuple[float, float, floa
 
     A busy engine looks for requests only when it launches, so a request that missed one launch and
     was in the next gives an interval. The most likely parameters are searched over a grid: first
-    the median and the total sigma, then the share of it common to a batch.
+    the median and the total sigma, then the share of it common to a batch. Logs without a batch of
+    two, i.e. of a router that sends at once, do not show that share. It is then the largest one,
+    because the requests of a batch of ours leave together.
 
     Raises: CostError: no dispatched request is in a recorded pass."""
     batches: dict[tuple[int, int], list[tuple[float, float]]] = {}
@@ -321,8 +323,9 @@ def fit_latency(requests: Iterable[RecordedRequest]) -> tuple[float, float, floa
             total += math.log(max(_FLOOR, likely))
         return total
 
+    shares = _SINGLE_SHARES if any(len(batch) > 1 for batch in drawn) else _SINGLE_SHARES[:1]
     mu, share = max(
-        ((mu + shift, share) for shift in (-0.2, -0.1, 0.0, 0.1, 0.2) for share in _SINGLE_SHARES),
+        ((mu + shift, share) for shift in (-0.2, -0.1, 0.0, 0.1, 0.2) for share in shares),
         key=lambda pair: shared_likelihood(*pair),
     )
     return math.exp(mu), sigma * math.sqrt(1 - share**2), sigma * share
