@@ -210,7 +210,7 @@ class RemoteScheduler:
     @property
     def placing_policy(self) -> str:
         policy = self.policy
-        return policy.policy if self._link.connected else _unheard(policy.lasting)
+        return policy.policy if self._link.connected else _fallback_of(policy.lasting)
 
     async def _change(self, worker: Worker, change: messages.Change) -> None:
         try:
@@ -282,11 +282,11 @@ class RemoteScheduler:
 
 def _alone(options: RouterOptions, policy: Policy) -> SchedulerConfig:
     """Return the fallback's configuration: an immediate policy that needs no reports of engines."""
-    return msgspec.structs.replace(options.scheduler, policy=_unheard(policy))
+    return msgspec.structs.replace(options.scheduler, policy=_fallback_of(policy))
 
 
-def _unheard(policy: Policy) -> Policy:
-    return require(policy).unheard or policy
+def _fallback_of(policy: Policy) -> Policy:
+    return require(policy).fallback or policy
 
 
 def _own_name() -> str:

@@ -43,8 +43,9 @@ class PolicySpec:
     """It uses engines' reports of their passes (EndForward)."""
     reads_prefixes: bool = False
     """It uses ``request.hits``, the prefixes cached on each rank."""
-    unheard: Policy | None = None
-    """Replacement where engines' reports are unavailable; ``None``: it works without them."""
+    fallback: Policy | None = None
+    """Its replacement in a front end that cannot reach the scheduler, and so gets no reports of
+    engines. ``None``: no replacement is needed."""
     summary: str
     """One sentence on its behavior."""
     choose_when: str
@@ -125,8 +126,8 @@ def _look() -> None:
     for name, load in _of_others():
         try:
             for spec in load():
-                if spec.unheard is not None and spec.unheard not in _specs:
-                    raise PolicyError(f"unheard={spec.unheard!r} is not a policy loaded before")
+                if spec.fallback is not None and spec.fallback not in _specs:
+                    raise PolicyError(f"fallback={spec.fallback!r} is not a policy loaded before")
                 register(spec)
         except Exception as error:  # third-party code
             _broken[name] = f"{type(error).__name__}: {error}"

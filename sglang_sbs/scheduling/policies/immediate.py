@@ -236,7 +236,7 @@ SPECS = (
         name="eta",
         make=lambda context: Eta(context.interval),
         reads_reports=True,
-        unheard="least_tokens",
+        fallback="least_tokens",
         summary="At once, to the DP rank with the earliest predicted finish.",
         choose_when="Where requests must never wait in the router: the strongest policy of that "
         "kind, and the one to compare sbs with.",

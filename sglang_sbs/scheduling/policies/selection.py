@@ -29,7 +29,7 @@ SBS = PolicySpec(
     decode="sbs",
     reads_reports=True,
     reads_prefixes=True,
-    unheard="least_tokens",
+    fallback="least_tokens",
     summary="Requests wait in the router; a batch leaves for the prefill instance that is about to "
     "be ready, packed over its DP ranks.",
     choose_when="By default: with DP attention over four ranks or more and a load of 0.4 or more "
