@@ -31,7 +31,7 @@ class Request:
     deadline_s: float
     estimated: bool = False
     """The prompt length is an estimate."""
-    told_tokens: int = 0
+    submitted_tokens: int = 0
     """Submitted length, until an engine has counted it."""
     exclude: tuple[InstanceId, ...] = ()
     blocks: Sequence[int] = ()

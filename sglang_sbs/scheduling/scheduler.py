@@ -54,9 +54,9 @@ from sglang_sbs.scheduling.queue.flow_control import (
     refuse,
     slo_refusal_of,
 )
+from sglang_sbs.scheduling.queue.length_correction import LengthCorrection
 from sglang_sbs.scheduling.queue.outage import Outage
 from sglang_sbs.scheduling.queue.request import RequestQueue, arrived
-from sglang_sbs.scheduling.queue.told_lengths import ToldLengths
 from sglang_sbs.scheduling.received.report_cursor import SILENT_S
 from sglang_sbs.scheduling.request import Request
 from sglang_sbs.scheduling.snapshot import Snapshot, snapshot_of
@@ -98,7 +98,7 @@ class Scheduler:
         self._agenda = Agenda()
         self._outage = Outage(self.config.outage_hold_s)
         self._arrivals = 0
-        self._lengths = ToldLengths()
+        self._lengths = LengthCorrection()
         self._timers = Timers()
         self._silent_s = math.inf
         """No decode rank becomes silent before this time."""

@@ -201,23 +201,25 @@ def test_the_time_an_instance_was_up_is_counted_within_the_window():
 def test_the_scheduler_is_told_wrong_lengths_and_the_engine_computes_the_true_ones():
     arrivals = poisson(100, 10.0, 2)
     outcome = simulate(arrivals, scheduler_config("sbs"), spec_with(length_error=0.3))
-    shares = [r.told_tokens / r.prompt_tokens for r in outcome.requests if r.prompt_tokens > 200]
+    shares = [
+        r.submitted_tokens / r.prompt_tokens for r in outcome.requests if r.prompt_tokens > 200
+    ]
     assert 0.69 < min(shares) < 0.75 and 1.25 < max(shares) < 1.31
     assert statistics.fmean(shares) == pytest.approx(1, abs=0.03)
     assert sum(p.tokens for p in outcome.passes) == sum(tokens for _, tokens in arrivals)
 
 
 def test_wrong_lengths_are_the_same_under_every_policy():
-    told = [
+    submitted = [
         [
-            r.told_tokens
+            r.submitted_tokens
             for r in simulate(
                 poisson(60, 5.0, 2), scheduler_config(policy), spec_with(length_error=0.3)
             ).requests
         ]
         for policy in ("sbs", "random_rank")
     ]
-    assert told[0] == told[1]
+    assert submitted[0] == submitted[1]
 
 
 def test_late_messages_overtake_those_of_other_ranks_and_never_their_own():

@@ -19,7 +19,7 @@ class RequestRecord:
     prompt_tokens: int
     arrived_s: float
     index: int = -1
-    told_tokens: int = 0
+    submitted_tokens: int = 0
     """Prompt length submitted to the scheduler."""
     dispatched_s: float = math.nan
     """Dispatch time of the last attempt, as are the next six fields."""

@@ -261,7 +261,7 @@ class Simulation:
         if self._estimates:
             error = self._spec.length_error
             factor = self._spec.length_factor * self._lengths.uniform(1 - error, 1 + error)
-            record.told_tokens = max(1, round(tokens * factor))
+            record.submitted_tokens = max(1, round(tokens * factor))
         if 0 < self._spec.deflect_tokens < tokens:
             record.excluded = (list(self._instances)[-1],)
         self._outcome.requests.append(record)
@@ -276,7 +276,7 @@ class Simulation:
         self._tell(
             events.RequestArrived(
                 rid=rid,
-                prompt_tokens=record.told_tokens,
+                prompt_tokens=record.submitted_tokens,
                 estimated=self._estimates,
                 max_new_tokens=self._spec.max_new_tokens,
                 exclude=record.excluded,
@@ -461,17 +461,17 @@ class Simulation:
         self._publish_decode(place[1])
 
     def _publish_decode(self, rank: int) -> None:
-        heard_s = self._now_s + self._spec.feedback_latency_s
+        received_s = self._now_s + self._spec.feedback_latency_s
         for event in self._decode[rank].take_block_events(rank):
             if self._spec.publishes_blocks and self._spec.decode_cache == "seen":
-                self._at(heard_s, self._tell, event)
+                self._at(received_s, self._tell, event)
 
     def _publish(self, engine: SimulatedPrefill) -> None:
         """Publish KV events, once per pass and without loss, because they can be requested
         again."""
-        heard_s = self._now_s + self._spec.feedback_latency_s
+        received_s = self._now_s + self._spec.feedback_latency_s
         for (
             event
         ) in engine.take_block_events():  # take them in any case, otherwise they would pile up
             if self._spec.publishes_blocks:
-                self._at(heard_s, self._for, engine, self._tell, event)
+                self._at(received_s, self._for, engine, self._tell, event)

@@ -9,7 +9,7 @@ from sglang_sbs.scheduling import PrefillDone, RequestEnded
 from sglang_sbs.wire.endforward import Accepted
 
 
-class Told:
+class CountingCluster:
     """Prefill instances; an engine counts ``factor`` times what was submitted."""
 
     def __init__(self, prefill: int = 1, policy: str = "sbs") -> None:
@@ -45,18 +45,18 @@ class Told:
 
 
 def test_where_engines_count_the_same_nothing_changes():
-    told = Told()
+    cluster = CountingCluster()
     for tokens in (1, 7, 333, 98_765):
-        told.send(tokens, count=20, estimated=True)
-        assert told.believed(tokens, estimated=True) == tokens
+        cluster.send(tokens, count=20, estimated=True)
+        assert cluster.believed(tokens, estimated=True) == tokens
 
 
 @pytest.mark.parametrize("factor", [0.5, 2.0])
 def test_lengths_that_are_wrong_in_one_direction_are_scaled(factor: float):
-    told = Told()
-    told.send(count=100, factor=factor, estimated=True)
-    assert told.believed(estimated=True) == pytest.approx(1000 * factor, rel=0.06)
-    assert told.believed(estimated=False) == 1000  # counted ones are another source
+    cluster = CountingCluster()
+    cluster.send(count=100, factor=factor, estimated=True)
+    assert cluster.believed(estimated=True) == pytest.approx(1000 * factor, rel=0.06)
+    assert cluster.believed(estimated=False) == 1000  # counted ones are another source
 
 
 def test_answers_are_believed_where_no_report_names_the_length():
@@ -71,68 +71,68 @@ def test_answers_are_believed_where_no_report_names_the_length():
 
 
 def test_it_follows_when_the_truth_changes_and_is_forgotten_in_silence():
-    told = Told()
-    told.send(count=200, factor=0.5, estimated=True)
-    told.send(count=1500, factor=1.0, estimated=True)
-    assert told.believed(estimated=True) == pytest.approx(1000, rel=0.02)
-    told.send(count=400, factor=0.5, estimated=True)
-    assert told.believed(estimated=True) < 800
-    told.it.now_s += 601.0
-    assert told.believed(estimated=True) == 1000
+    cluster = CountingCluster()
+    cluster.send(count=200, factor=0.5, estimated=True)
+    cluster.send(count=1500, factor=1.0, estimated=True)
+    assert cluster.believed(estimated=True) == pytest.approx(1000, rel=0.02)
+    cluster.send(count=400, factor=0.5, estimated=True)
+    assert cluster.believed(estimated=True) < 800
+    cluster.it.now_s += 601.0
+    assert cluster.believed(estimated=True) == 1000
 
 
 @pytest.mark.parametrize(("counted", "most"), [(1 << 40, 8.0), (1, 0.25)])
 def test_no_engine_can_move_it_further_than_it_may(counted: int, most: float):
-    told = Told()
-    told.send(count=300, factor=counted / 1000, estimated=True)
-    believed = told.believed(estimated=True)
+    cluster = CountingCluster()
+    cluster.send(count=300, factor=counted / 1000, estimated=True)
+    believed = cluster.believed(estimated=True)
     assert 1000 / 8 <= believed <= 8000
     assert believed <= most * 1000
 
 
 def test_one_request_in_a_hundred_is_no_ratio():
-    told = Told()
-    told.send(count=99, estimated=True)
-    told.send(factor=1 << 20, estimated=True)
-    assert told.believed(estimated=True) < 1100
+    cluster = CountingCluster()
+    cluster.send(count=99, estimated=True)
+    cluster.send(factor=1 << 20, estimated=True)
+    assert cluster.believed(estimated=True) < 1100
 
 
 def test_a_prompt_whose_blocks_are_named_keeps_its_length():
-    told = Told()
-    told.send(count=100, factor=0.5, estimated=True)
+    cluster = CountingCluster()
+    cluster.send(count=100, factor=0.5, estimated=True)
     blocks = list(range(1, 100))
-    assert told.believed(1000, estimated=True, blocks=blocks, block_tokens=10) == 1000
+    assert cluster.believed(1000, estimated=True, blocks=blocks, block_tokens=10) == 1000
 
 
 def test_no_length_is_scaled_beyond_what_a_decode_rank_holds():
-    told = Told()
-    told.it.up(prefill=0, decode_dp=1, kv_capacity_tokens=1500)
-    told.send(count=100, factor=2.0, estimated=True)
-    assert told.believed(estimated=True) == 1500
+    cluster = CountingCluster()
+    cluster.it.up(prefill=0, decode_dp=1, kv_capacity_tokens=1500)
+    cluster.send(count=100, factor=2.0, estimated=True)
+    assert cluster.believed(estimated=True) == 1500
 
 
 def test_of_several_engines_one_that_counts_wrongly_changes_nothing():
     for engines in 2, 3, 4:
-        told = Told(engines, "round_robin")
-        told.send(count=200, factor=1e6, liar="p0")
-        assert told.believed() == 1000
-        told.send(count=400, factor=2.0)  # and where all of them agree, it is believed
-        assert told.believed() > 1500
+        cluster = CountingCluster(engines, "round_robin")
+        cluster.send(count=200, factor=1e6, liar="p0")
+        assert cluster.believed() == 1000
+        cluster.send(count=400, factor=2.0)  # and where all of them agree, it is believed
+        assert cluster.believed() > 1500
 
 
 def test_a_long_prompt_weighs_no_more_than_a_short_one():
-    told = Told()
-    told.send(20_000, count=20, factor=4.0, estimated=True)
-    told.send(500, count=180, estimated=True)
-    assert told.believed(500, estimated=True) < 600
+    cluster = CountingCluster()
+    cluster.send(20_000, count=20, factor=4.0, estimated=True)
+    cluster.send(500, count=180, estimated=True)
+    assert cluster.believed(500, estimated=True) < 600
 
 
 def test_only_the_engine_that_has_a_request_counts_it():
-    told = Told(2)
+    cluster = CountingCluster(2)
     for _ in range(100):
-        rid, sent = told._arrive(1000)
+        rid, sent = cluster._arrive(1000)
         other = "p1" if sent.prefill == "p0" else "p0"
         for engine in other, "d0":
-            told.it.report(engine, dp=1, kind="heartbeat", accepted=[Accepted(rid, 1 << 40)])
-        told._end(rid)
-    assert told.believed() == 1000
+            cluster.it.report(engine, dp=1, kind="heartbeat", accepted=[Accepted(rid, 1 << 40)])
+        cluster._end(rid)
+    assert cluster.believed() == 1000

@@ -39,7 +39,7 @@ class _Ratio:
 
     logs: float = 0.0
     requests: float = 0.0
-    heard_s: float = 0.0
+    counted_s: float = 0.0
     log: float = 0.0
     counts: bool = False
     """The engine has counted enough requests (:data:`_LEAST`)."""
@@ -66,7 +66,7 @@ class _Ratios:
             del self._logs[bisect_left(self._logs, ratio.log)]
         limited = min(max(counted / submitted, 1 / _MOST), _MOST)
         sample = 0.0 if counted == submitted else math.log(limited)
-        ratio.heard_s = now_s
+        ratio.counted_s = now_s
         ratio.logs = _KEEP * ratio.logs + sample
         ratio.requests = _KEEP * ratio.requests + 1
         ratio.log = ratio.logs / (ratio.requests + _DOUBT)
@@ -90,16 +90,16 @@ class _Ratios:
         self._due_s = math.inf
         while self._engines:
             oldest = next(iter(self._engines))
-            heard_s = self._engines[oldest].heard_s
-            if now_s - heard_s <= _FORGET_S:
-                self._due_s = heard_s + _FORGET_S
+            counted_s = self._engines[oldest].counted_s
+            if now_s - counted_s <= _FORGET_S:
+                self._due_s = counted_s + _FORGET_S
                 return
             ratio = self._engines.pop(oldest)
             if ratio.counts:
                 del self._logs[bisect_left(self._logs, ratio.log)]
 
 
-class ToldLengths:
+class LengthCorrection:
     """Ratios by source of the length."""
 
     def __init__(self) -> None:
@@ -108,10 +108,10 @@ class ToldLengths:
     def correct(self, request: Request, now_s: float, most: int) -> None:
         """Scale the length of a request that has just arrived, to at most ``most`` tokens (the
         capacity of a decode rank). If its KV blocks are named, they determine its length."""
-        request.told_tokens = request.prompt_tokens
+        request.submitted_tokens = request.prompt_tokens
         if not request.blocks:
             ratio = self._ratios[request.estimated].value(now_s)
-            request.resize(max(1, min(round(ratio * request.told_tokens), most)))
+            request.resize(max(1, min(round(ratio * request.submitted_tokens), most)))
 
     def learn(
         self, request: Request | None, engine: InstanceId, counted: int | None, now_s: float
@@ -119,6 +119,6 @@ class ToldLengths:
         """Record a count by the prefill engine that has the request; only the first one is used."""
         if request is None or request.prefill is None or request.prefill[0] != engine:
             return
-        if counted and request.told_tokens:
-            self._ratios[request.estimated].learn(engine, request.told_tokens, counted, now_s)
-            request.told_tokens = 0
+        if counted and request.submitted_tokens:
+            self._ratios[request.estimated].learn(engine, request.submitted_tokens, counted, now_s)
+            request.submitted_tokens = 0
