@@ -159,7 +159,7 @@ async def serve(options: RouterOptions) -> int:
         report_to_parent(options.parent_fd, {}, gone=stopping.set)
     else:
         place = f"policy {options.scheduler.policy} at {options.host}:{server.port}"
-        logger.info("sglang-sbs %s: %s, %s", __version__, place, _heard_at(server))
+        logger.info("sglang-sbs %s: %s, %s", __version__, place, _listens_at(server))
     _settle_memory()
     await stopping.wait()
     stopping.clear()
@@ -184,7 +184,7 @@ async def schedule(options: RouterOptions) -> int:
     process = SchedulerProcess(options)
     await process.start()
     place = f"policy {options.scheduler.policy} at {process.endpoint}{_elected_by(options)}"
-    logger.info("scheduler: %s, %s", place, _heard_at(process))
+    logger.info("scheduler: %s, %s", place, _listens_at(process))
     stopping, orphaned = asyncio.Event(), asyncio.Event()
     end_on_signals(stopping)
     if options.parent_fd is not None:
@@ -211,7 +211,7 @@ async def _outlast_front_ends(
                 await asyncio.sleep(0.1)
 
 
-def _heard_at(process: RouterServer | SchedulerProcess) -> str:
+def _listens_at(process: RouterServer | SchedulerProcess) -> str:
     endforward = process.endforward_endpoint or "nothing"
     return f"metrics at :{process.prometheus_port}, EndForward at {endforward}"
 

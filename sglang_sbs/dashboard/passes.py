@@ -30,7 +30,8 @@ class ShownPass:
     """Part of the gap in which requests waited in the router."""
     whole: bool = False
     """The tokens of all ranks are known."""
-    heard_s: float = 0.0
+    received_s: float = 0.0
+    """When the first report of its end arrived."""
 
 
 @dataclass(slots=True)
@@ -62,7 +63,7 @@ class _Instance:
         start_s = end_s - report.forward_s
         gathered = report.tokens_per_rank
         whole = None in tokens or (gathered is not None and len(gathered) == len(tokens))
-        record = ShownPass(name, start_s, end_s, tokens, whole=whole, heard_s=now_s)
+        record = ShownPass(name, start_s, end_s, tokens, whole=whole, received_s=now_s)
         if self.ended_s is not None:
             record.gap_s = max(0.0, start_s - self.ended_s)
             if self.launch_id == report.forward_id:
@@ -123,7 +124,7 @@ class PassHistory:
 
     def take(self, now_s: float) -> list[ShownPass]:
         """Return the complete passes that ended since the last call, oldest first."""
-        ready = [p for p in self._unsettled if p.whole or now_s - p.heard_s >= _SETTLE_S]
+        ready = [p for p in self._unsettled if p.whole or now_s - p.received_s >= _SETTLE_S]
         if ready:
             self._unsettled = [p for p in self._unsettled if p not in ready]
         return ready

@@ -273,11 +273,11 @@ class Gate(asyncio.Protocol):
             transport.abort()  # type: ignore[attr-defined]
             return
         self.doorman.watch(transport)
-        protocol, heard = self.serve(), self.doorman.on_received
+        protocol, on_received = self.serve(), self.doorman.on_received
         dense = DenseInput(transport, protocol, self.doorman.slices)
 
         def lost(exc: Exception | None) -> None:  # no self: avoids a reference cycle
-            heard(transport)
+            on_received(transport)
             dense.lost()
             protocol.connection_lost(exc)
 

@@ -110,15 +110,15 @@ class TlsPort:
     async def _first_byte(self, sock: socket.socket) -> bytes:
         """Wait for the first byte without consuming it; empty if the client left. A TLS
         connection's objects take 20 KiB, so silent clients must not get them."""
-        fd, heard = sock.fileno(), self._loop.create_future()
+        fd, arrived = sock.fileno(), self._loop.create_future()
 
         def readable() -> None:
-            if not heard.done():
-                heard.set_result(None)
+            if not arrived.done():
+                arrived.set_result(None)
 
         self._loop.add_reader(fd, readable)
         try:
-            await heard
+            await arrived
         finally:
             self._loop.remove_reader(fd)
         return sock.recv(1, socket.MSG_PEEK)

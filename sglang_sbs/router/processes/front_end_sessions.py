@@ -62,7 +62,7 @@ class _Session:
     identity: bytes
     front_end: str
     name: str
-    heard_s: float
+    last_message_s: float
     requests: dict[str, Placed] = field(default_factory=dict)
     outbox: list[Dispatch | Refuse] = field(default_factory=list)
     stop_frames: Stop = lambda: None
@@ -207,7 +207,7 @@ class Hub:
 
     def _on_message(self, session: _Session, message: messages.ToScheduler) -> None:
         identity = session.identity
-        session.heard_s = self._loop.time()
+        session.last_message_s = self._loop.time()
         match message:
             case events.RequestArrived():
                 self._enter(session, message.rid, Placed(), message)
@@ -453,9 +453,9 @@ class Hub:
         self._ticked_s = now_s
         for session in list(self._sessions.values()):
             # Time in which this process was stopped does not count as silence of its front ends.
-            session.heard_s += late_s
-            if now_s - session.heard_s > self._times.silent_s:
-                self._end_session(session, f"silent for {now_s - session.heard_s:.1f} s")
+            session.last_message_s += late_s
+            if now_s - session.last_message_s > self._times.silent_s:
+                self._end_session(session, f"silent for {now_s - session.last_message_s:.1f} s")
         if now_s - self._published_s >= self._times.cluster_s:
             self._published_s = now_s
             self._tell_all(self._cluster(self.pump.snapshot()))

@@ -98,7 +98,7 @@ class SchedulerLink(Dispatcher):
         """Causes of failed steps of :meth:`_do_without` that were logged."""
         self._welcome = asyncio.Event()
         self._ticker: asyncio.Task[None] | None = None
-        self._heard_s = 0.0
+        self._last_message_s = 0.0
         self._patience_s = self.times.lost_s
         self._found_s = 0.0
         self._loop = asyncio.get_running_loop()
@@ -318,16 +318,16 @@ class SchedulerLink(Dispatcher):
             )
             self._line.tell(hello)
         elif stalled:
-            self._heard_s = now_s
-        elif now_s - self._heard_s > self._patience_s:
-            self._lose(f"silent for {now_s - self._heard_s:.1f} s")
+            self._last_message_s = now_s
+        elif now_s - self._last_message_s > self._patience_s:
+            self._lose(f"silent for {now_s - self._last_message_s:.1f} s")
         elif not self._line.tell(messages.Alive()):
             self._lose("it accepts no messages")
         elif now_s - self._found_s > self.times.forgiven_s:
             self._patience_s = self.times.lost_s
 
     def _received(self, message: messages.FromScheduler) -> None:
-        self._heard_s = self._loop.time()
+        self._last_message_s = self._loop.time()
         if not isinstance(message, messages.Unwelcome):
             if 0 < message.term < self.choice.term:
                 self.fenced += 1

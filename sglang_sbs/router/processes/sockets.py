@@ -26,7 +26,7 @@ _DRAIN_LIMIT = 512
 _HWM = 100_000
 _OPTIONS = {zmq.LINGER: 0, zmq.IPV6: 1, zmq.MAXMSGSIZE: messages.MAX_MESSAGE_BYTES}
 _HEARTBEAT_MS = 1000
-_UNHEARD_MS = 4000
+_SILENCE_MS = 4000
 """Silence, or time without a connection, after which a connection is made anew: a network that
 drops everything breaks no connection."""
 
@@ -55,7 +55,7 @@ class _Socket:
             raise
         self._socket.set_hwm(_HWM)
         patience = (zmq.HEARTBEAT_TIMEOUT, zmq.HANDSHAKE_IVL, zmq.CONNECT_TIMEOUT)
-        times = {zmq.HEARTBEAT_IVL: _HEARTBEAT_MS, **dict.fromkeys(patience, _UNHEARD_MS)}
+        times = {zmq.HEARTBEAT_IVL: _HEARTBEAT_MS, **dict.fromkeys(patience, _SILENCE_MS)}
         for option, value in (_OPTIONS | times | options).items():
             self._socket.setsockopt(option, value)
 
@@ -132,24 +132,24 @@ class FrontEndSocket(_Socket):
         endpoint: str,
         receive: Callable[[FromScheduler], None],
         *,
-        heard_s: float = 10.0,
+        silent_s: float = 10.0,
         follow_s: float = 2.0,
     ) -> None:
-        """Connect to a scheduler. A line with a message within ``heard_s`` keeps its address. The
-        name of a silent scheduler is resolved again after ``follow_s``, because it may have moved.
-        Raises: zmq.ZMQError, no more sockets are possible, or the
-        endpoint is invalid."""
+        """Connect to a scheduler. A line that has been silent for less than ``silent_s`` keeps its
+        address. The name of a silent scheduler is resolved again after ``follow_s``, because it may
+        have moved. Raises: zmq.ZMQError, no more sockets are possible or the endpoint is invalid.
+        """
         # Queue nothing for an absent scheduler, because it would be stale later.
         options = {zmq.IMMEDIATE: 1, zmq.RECONNECT_IVL: 50, zmq.RECONNECT_IVL_MAX: 500}
         super().__init__(zmq.DEALER, "the scheduler", options)
         self._receive = receive
-        self._heard_s = -math.inf
+        self._last_message_s = -math.inf
         # Several schedulers may share a name: each new line tries any of them.
         self._dialler = Dialler(
             self._socket,
             "scheduler's messages",
             self._soon,
-            stands=lambda: self._loop.time() - self._heard_s < heard_s,
+            stands=lambda: self._loop.time() - self._last_message_s < silent_s,
             first=random.randrange,
             follow_s=follow_s,
         )
@@ -170,7 +170,7 @@ class FrontEndSocket(_Socket):
 
     def take(self, frames: list[bytes]) -> None:
         message = messages.decode_from_scheduler(frames)
-        self._heard_s = self._loop.time()
+        self._last_message_s = self._loop.time()
         self._receive(message)
 
     def close(self, linger_ms: int = 0) -> None:

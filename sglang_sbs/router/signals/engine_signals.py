@@ -83,8 +83,8 @@ class Watch:
     def policy_changed(self, policy: Policy) -> None:
         """Enable reports only for policies that use them."""
         reads = reads_reports(policy)
-        heard = self._options.endforward_bind is not None
-        self.registry.expect_endforward(reads and heard)
+        listens = self._options.endforward_bind is not None
+        self.registry.expect_endforward(reads and listens)
         self._monitor.polls_loads = reads
 
     async def start(self) -> str | None:

@@ -244,7 +244,8 @@ class _Subscription:
         self._owner = owner
         self._worker = worker
         self._missing = partial(owner.registry.set_kv_events_missing, worker)
-        self._heard_s = time.monotonic()
+        self._connected_s = time.monotonic()
+        """Last time all ranks were connected; at first, the start of the subscription."""
         self.ranks = [self._open(dp_rank) for dp_rank in range(worker.dp_size)]
 
     def _open(self, dp_rank: int) -> _RankConnection:
@@ -270,13 +271,13 @@ class _Subscription:
     def resume(self) -> None:
         if self.down_s is not None:
             self.down_s = None
-            self._heard_s = time.monotonic()
+            self._connected_s = time.monotonic()
 
     def tick(self, now_s: float) -> None:
         silent = [rank for rank in self.ranks if not rank.connected]
         foreign = [rank for rank in self.ranks if rank.foreign]
         if not silent and not foreign:
-            self._heard_s = now_s
+            self._connected_s = now_s
             if self._worker.kv_events_missing:
                 self._missing("")
                 for rank in self.ranks:
@@ -286,7 +287,7 @@ class _Subscription:
                 f"at {foreign[0].endpoints.live} a DP rank other than {foreign[0].feed.dp_rank} "
                 "publishes KV events: do the ports of two engines overlap?",
             )
-        elif now_s - self._heard_s >= self._owner.times.patience_s:
+        elif now_s - self._connected_s >= self._owner.times.patience_s:
             shown = ", ".join(f"rank {r.feed.dp_rank} at {r.endpoints.live}" for r in silent[:4])
             more = " …" if len(silent) > 4 else ""
             why = self._why(silent[0].feed.dp_rank)

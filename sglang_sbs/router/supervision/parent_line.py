@@ -71,12 +71,12 @@ class ChildLine:
 
     def ping(self) -> bool:
         """Send a ping, and return whether the child has answered since the last one."""
-        heard = False
+        answered = False
         with contextlib.suppress(OSError):
             while self._socket.recv(_MAX_BYTES):  # read all: late answers would hide a hang
-                heard = True
+                answered = True
         self._send(_PING)
-        return heard
+        return answered
 
     def let_go(self) -> None:
         self._send(_LET_GO)

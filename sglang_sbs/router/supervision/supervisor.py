@@ -135,13 +135,13 @@ class Child:
     async def _until_hung(self, line: ChildLine, ended: asyncio.Task[int]) -> None:
         """Wait until the process has ended, and kill it if it hangs."""
         every_s, hung_s = self.times.ping_every_s, self.times.hung_s
-        heard_s = last_s = time.monotonic()
+        answered_s = last_s = time.monotonic()
         while not (await asyncio.wait({ended}, timeout=every_s))[0]:
             now_s = time.monotonic()
             late, last_s = now_s - last_s > 2 * every_s, now_s
             if line.ping() or late:  # or this process itself was stopped
-                heard_s = now_s
-            elif now_s - heard_s > hung_s:
+                answered_s = now_s
+            elif now_s - answered_s > hung_s:
                 logger.error("%s has not responded for %.0f s: killing it", self.name, hung_s)
                 self._signal(signal.SIGKILL)
                 return

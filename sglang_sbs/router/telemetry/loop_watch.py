@@ -81,13 +81,13 @@ class LoopWatch:
         self._beat_s, self._collected_s = now_s, 0.0
 
     def _watch(self, ended: threading.Event) -> None:
-        told_s = -math.inf
+        logged_beat_s = -math.inf
         while not ended.wait(BEAT_S):
             beat_s, now_s = self._beat_s, self._clock()
             still_s = now_s - beat_s - BEAT_S
-            if still_s < STILL_S or beat_s == told_s or now_s - self._logged_s < QUIET_S:
+            if still_s < STILL_S or beat_s == logged_beat_s or now_s - self._logged_s < QUIET_S:
                 continue
-            told_s, self._logged_s = beat_s, now_s
+            logged_beat_s, self._logged_s = beat_s, now_s
             frame = sys._current_frames().get(self._thread_id)
             # Log files and lines only: values may be a client's.
             stack = "".join(traceback.format_stack(frame)[-_FRAMES:])

@@ -59,8 +59,8 @@ def barrier_of(info: WorkerInfo) -> Barrier:
 def as_reported(info: WorkerInfo, barrier: bool = False) -> WorkerInfo:
     """Take the barrier from EndForward if ``/server_info``, which only the engine itself can
     answer, does not include it."""
-    told = info.sbs is not None and info.sbs.barrier is not None
-    if told or info.no_barrier not in ("", AS_REPORTED) or info.dp_size == 1:
+    by_plugin = info.sbs is not None and info.sbs.barrier is not None
+    if by_plugin or info.no_barrier not in ("", AS_REPORTED) or info.dp_size == 1:
         return info
     return msgspec.structs.replace(info, no_barrier="" if barrier else AS_REPORTED)
 

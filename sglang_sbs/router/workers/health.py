@@ -32,9 +32,9 @@ from sglang_sbs.router.workers.server_info import (
     check_rank_server,
     node_of_rank,
     not_a_rank,
-    not_heard,
     parse_server_info,
     server_url,
+    unknown_address,
 )
 from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.scheduling.events import Event, LoadPolled
@@ -235,7 +235,7 @@ class Monitor:
             if status == 404 and not configured and path != paths[-1]:
                 continue
             worker.probe_path = path
-            worker.heard_s = time.monotonic()
+            worker.last_response_s = time.monotonic()
             # An engine without the cheap checks has at least responded.
             if status == 200 or (status == 404 and not configured):
                 return None
@@ -301,7 +301,7 @@ class Monitor:
         hosts: dict[int, str] = {}
         for rank, node in far.items():
             if rank not in worker.reports_from:
-                raise RankOutOfReach(not_heard(rank, node, worker.url))
+                raise RankOutOfReach(unknown_address(rank, node, worker.url))
             hosts.setdefault(node, worker.reports_from[rank])
         # A DP rank may span several nodes; only the first one serves HTTP.
         others = tuple(hosts.get(node, "") for node in range(1, info.nodes))
@@ -367,7 +367,7 @@ class Monitor:
                 self._registry.report_problem(worker, "loads", text)
                 continue
             backoff_s = interval_s
-            worker.heard_s = time.monotonic()
+            worker.last_response_s = time.monotonic()
             worker.problems.pop("loads", None)
             missing = [rank for rank, kv in enumerate(event.kv_tokens) if kv < 0]
             if missing:

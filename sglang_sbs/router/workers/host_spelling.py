@@ -35,7 +35,7 @@ class Spelled(Protocol):
 
 
 # SGLang fault: stale-prefill-ports
-def told_host(url: str, spelled: int) -> str:
+def host_for_decode(url: str, spelled: int) -> str:
     """Host sent to decode."""
     return bracketed(respelled(split_worker_url(url)[1], spelled))
 

@@ -307,11 +307,11 @@ class Registry:
         self.report_problem(worker, "gang_gate", text)
 
     def _on_barrier(self, worker: Worker, info: WorkerInfo, barrier: bool) -> None:
-        as_told = as_reported(info, barrier)
+        reported = as_reported(info, barrier)
         now_s = self._clock()
         # A sender without a key may contradict the engine at any time.
-        if as_told.no_barrier != info.no_barrier and now_s >= worker.barrier_told_s + BARRIER_S:
-            worker.barrier_told_s, worker.info = now_s, as_told
+        if reported.no_barrier != info.no_barrier and now_s >= worker.barrier_changed_s + BARRIER_S:
+            worker.barrier_changed_s, worker.info = now_s, reported
             self._announce_anew(worker)
 
     # Cache contents ---------------------------------------------------------------------------
@@ -454,9 +454,9 @@ class Registry:
         cheap = self._monitor.health_endpoint is None
         if not cheap or not worker.healthy or not expected:
             return
-        heard_s = max([worker.heard_s, *worker.last_report_s.values()])
-        if now_s - heard_s >= self._monitor.quiet_s:
-            worker.heard_s = now_s
+        last_message_s = max([worker.last_response_s, *worker.last_report_s.values()])
+        if now_s - last_message_s >= self._monitor.quiet_s:
+            worker.last_response_s = now_s
             self.doubted(worker)
 
     def _check_signal(self, worker: Worker, now_s: float) -> None:

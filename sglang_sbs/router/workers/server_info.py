@@ -351,7 +351,7 @@ def not_a_rank(url: str, rank: int, why: str) -> str:
     )
 
 
-def not_heard(rank: int, node: int, url: str) -> str:
+def unknown_address(rank: int, node: int, url: str) -> str:
     """Describe a DP rank of the worker at ``url`` on another node with an unknown address."""
     return (
         f"DP rank {rank} serves HTTP on node {node} (SGLANG_RUST_SERVER=1), whose address is "

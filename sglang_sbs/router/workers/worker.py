@@ -19,7 +19,7 @@ from sglang_sbs.router.workers.boot_identity import (
     BootIdentity,
 )
 from sglang_sbs.router.workers.breaker import Breaker
-from sglang_sbs.router.workers.host_spelling import told_host
+from sglang_sbs.router.workers.host_spelling import host_for_decode
 from sglang_sbs.router.workers.kv_addresses import KvEndpoints
 from sglang_sbs.router.workers.rank_contract import pick_bootstrap_room
 from sglang_sbs.router.workers.served_ranks import ServedRanks
@@ -85,7 +85,7 @@ class Worker(WorkerFacts, kw_only=True, eq=False):
     """Legs in flight from all front ends, if another process counts them."""
     successes: int = 0
     boot: BootIdentity = field(default_factory=BootIdentity)
-    barrier_told_s: float = float("-inf")
+    barrier_changed_s: float = float("-inf")
     gates_at_fault: dict[int, str] = field(default_factory=dict)
     """Faults of batch gates by DP rank."""
     stalled: dict[int, StalledWork] = field(default_factory=dict)
@@ -106,7 +106,7 @@ class Worker(WorkerFacts, kw_only=True, eq=False):
     logged_s: dict[tuple[str, str], float] = field(default_factory=dict)
     probe_path: str = ""
     """Path of the last successful probe; empty before the first."""
-    heard_s: float = 0.0
+    last_response_s: float = 0.0
     """Time of the last response to a probe or poll, or of the last request for one."""
     last_report_s: dict[int, float] = field(default_factory=dict)
     reports: dict[int, int] = field(default_factory=dict)
@@ -124,7 +124,7 @@ class Worker(WorkerFacts, kw_only=True, eq=False):
     @property
     def bootstrap_host(self) -> str:
         """Host sent to decode, in its current spelling (``host_spelling``)."""
-        return told_host(self.url, self.spelled)
+        return host_for_decode(self.url, self.spelled)
 
     @property
     def bootstrap_port(self) -> int | None:

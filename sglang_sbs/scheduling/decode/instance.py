@@ -158,7 +158,7 @@ class DecodeInstance:
         """Room per rank, in tokens."""
         self._stale = set(range(up.dp_size))
         """Ranks changed since then."""
-        self._heard_s: dict[int, float] = {}
+        self._last_report_s: dict[int, float] = {}
         """Time of the last report or poll per rank, oldest first."""
         self._parked_tokens = 0
         self.set_limits(up)
@@ -182,7 +182,9 @@ class DecodeInstance:
         self._loads = [DecodeLoad(0, 0)] * size
         self._rooms = [0] * size
         self._stale = set(range(size))
-        self._heard_s = {rank: at_s for rank, at_s in self._heard_s.items() if rank < size}
+        self._last_report_s = {
+            rank: at_s for rank, at_s in self._last_report_s.items() if rank < size
+        }
         self.set_limits(up)
 
     def may_park(self, tokens: int) -> None:
@@ -255,7 +257,7 @@ class DecodeInstance:
             rank.forget(report.rids)
         rank.was_down = False
         rank.source.on_report()
-        self._hear(report.dp_rank, now_s)
+        self._record_report(report.dp_rank, now_s)
         rank.accepted(report.rids, taken.lost_requests, now_s)
         # Waiting requests were retracted, or their KV has just arrived: they will run again soon.
         present = report.running_requests + report.kv_transfer_requests + report.waiting_requests
@@ -282,26 +284,26 @@ class DecodeInstance:
         for index, rank in enumerate(self.ranks):
             if kv_tokens[index] >= 0 and rank.source.on_load_poll():
                 self._holds(rank, running[index], kv_tokens[index])
-                self._hear(index, now_s)
+                self._record_report(index, now_s)
         self._all_changed()
 
     def advance(self, now_s: float) -> float:
         """Drop outdated reports. Returns when to call again even without new ones; infinity:
         never."""
-        while self._heard_s:
-            index, heard_s = next(iter(self._heard_s.items()))
-            if heard_s + SILENT_S > now_s:
-                return heard_s + SILENT_S
-            del self._heard_s[index]
+        while self._last_report_s:
+            index, reported_s = next(iter(self._last_report_s.items()))
+            if reported_s + SILENT_S > now_s:
+                return reported_s + SILENT_S
+            del self._last_report_s[index]
             self.ranks[index].fall_silent()
             self._stale.add(index)
-            if not self._heard_s:
+            if not self._last_report_s:
                 self._take_limits(0, 0)
         return math.inf
 
-    def _hear(self, index: int, now_s: float) -> None:
-        self._heard_s.pop(index, None)
-        self._heard_s[index] = now_s
+    def _record_report(self, index: int, now_s: float) -> None:
+        self._last_report_s.pop(index, None)
+        self._last_report_s[index] = now_s
 
     def _holds(self, rank: DecodeRank, requests: int, kv_tokens: int) -> None:
         """Set the reported requests and KV tokens of a rank, clamped to plausible numbers. Twice
@@ -313,10 +315,10 @@ class DecodeInstance:
 
     def _take_limits(self, kv_capacity_tokens: int, max_running: int) -> None:
         """Set the limits from ``InstanceUp``, or from the report where those are 0."""
-        told_tokens, told_running = self._limits
+        given_tokens, given_running = self._limits
         before = self.kv_capacity_tokens, self.max_running
-        self.kv_capacity_tokens = told_tokens or kv_capacity_tokens or UNLIMITED
-        self.max_running = told_running or max_running or UNLIMITED
+        self.kv_capacity_tokens = given_tokens or kv_capacity_tokens or UNLIMITED
+        self.max_running = given_running or max_running or UNLIMITED
         if before != (self.kv_capacity_tokens, self.max_running):
             self._all_changed()
 

@@ -99,17 +99,17 @@ def _leave(stray: Stray) -> int | None:
     if rid not in rank.requests:
         return None
     tokens, prompt = rank.requests[rid].tokens, rank.prompts.get(rid)
-    unheard = rid in rank.flight or rid in rank.presumed
-    unheard = unheard or source.passes.presumed(rid) is not None
+    unreported = rid in rank.flight or rid in rank.presumed
+    unreported = unreported or source.passes.presumed(rid) is not None
     others_tokens = _waiting_tokens(rank) - (prompt.left_tokens if prompt else 0)
-    if not unheard and rank.queued_tokens >= max(0, others_tokens) + tokens:
+    if not unreported and rank.queued_tokens >= max(0, others_tokens) + tokens:
         # The rank's last message is from before the move; otherwise it would report less. Before
         # the request is dropped, as the instance then looks for work that is left.
         rank.queued_tokens -= tokens
     source.dropped(rid, stray.rank)
     rank.presumed.pop(rid, None)
     rank.taken = []  # some may have moved to another rank
-    if unheard:
+    if unreported:
         source.moves.owes(rid, stray.rank)
     return tokens
 

@@ -87,8 +87,8 @@ def observe_launch(
         if sent.to_idle:
             if sent.at_s >= free_since_s:
                 started += sent.requests > 1
-                if not sent.has_told:
-                    sent.has_told = True
+                if not sent.sampled:
+                    sent.sampled = True
                     learned.latencies_s.append(launch_s - sent.at_s)
                     learned.requests.append(sent.requests)
         elif sent.joins:

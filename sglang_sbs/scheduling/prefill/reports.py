@@ -165,9 +165,9 @@ class Reports:
     def _launched_s(self, report: EndForward, now_s: float) -> float:
         """Return the launch time of the reported pass. Under a barrier the first rank's report is
         the most accurate, because others may have been delayed."""
-        heard_s = now_s - report.age_s
+        start_s = now_s - report.age_s
         known = self._passes.with_id(report.forward_id)
-        return heard_s if known is None else min(heard_s, known.start_s)
+        return start_s if known is None else min(start_s, known.start_s)
 
     def _learn_pause(self, report: EndForward, launch_s: float) -> None:
         """Learn from a launch that only the engine itself delayed."""
@@ -259,13 +259,13 @@ class DeviceTime:
 
     def __init__(self, t_default_s: float) -> None:
         self._most_s = self._credit_s = _CREDIT * t_default_s
-        self._heard_s: float | None = None
+        self._last_report_s: float | None = None
 
     def on_report(self, now_s: float) -> None:
         """Record a report; the time since the last one may have been a single pass."""
-        since_s = 0.0 if self._heard_s is None else now_s - self._heard_s
+        since_s = 0.0 if self._last_report_s is None else now_s - self._last_report_s
         self._credit_s = min(self._credit_s, self._most_s) + since_s
-        self._heard_s = now_s
+        self._last_report_s = now_s
 
     def spend(self, forward_s: float) -> bool:
         """Record a pass of this duration; return whether it is possible."""

@@ -23,7 +23,7 @@ class Sent:
     requests: int = 1
     left_s: float = -math.inf
     """Time when its last request has left, as they leave one after the other."""
-    has_told: bool = False
+    sampled: bool = False
     """Its latency was sampled."""
 
     def __post_init__(self) -> None:

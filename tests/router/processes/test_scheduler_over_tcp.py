@@ -200,7 +200,7 @@ async def test_a_connection_that_is_swallowed_for_good_is_made_anew(
     monkeypatch: pytest.MonkeyPatch, keys: CurveKeys
 ) -> None:
     monkeypatch.setattr(sockets_module, "_HEARTBEAT_MS", 50)
-    monkeypatch.setattr(sockets_module, "_UNHEARD_MS", 200)
+    monkeypatch.setattr(sockets_module, "_SILENCE_MS", 200)
     door, network = Door(keys), Swallower()
     heard: list[FromScheduler] = []
     line = FrontEndSocket(keys, await network.open(door.endpoint), heard.append)

@@ -170,7 +170,7 @@ def test_a_scheduler_is_dialled_by_address_and_followed_when_it_moves() -> None:
             "tcp://127.0.0.1:*", None, lambda identity, _: scheduler.tell(identity, Alive())
         )
         port = endpoint.rpartition(":")[2]
-        quick = partial(FrontEndSocket, None, heard_s=0.0, follow_s=0.01)
+        quick = partial(FrontEndSocket, None, silent_s=0.0, follow_s=0.01)
         hanging = quick(f"tcp://{HANGS}:{port}", heard.append)
         line = quick(f"tcp://{NAME}:{port}", heard.append)
 

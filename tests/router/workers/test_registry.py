@@ -414,7 +414,7 @@ def test_what_endforward_says_of_the_barrier_can_be_taken_back_but_not_at_any_pa
     for seq in range(1, 20):
         assert setup.registry.reported(worker, report(seq=seq, barrier=seq % 2 == 1))
     assert [e.barrier for e in setup.events if isinstance(e, InstanceUp)] == [True, False]
-    worker.barrier_told_s -= BARRIER_S
+    worker.barrier_changed_s -= BARRIER_S
     assert setup.registry.reported(worker, report(seq=20))
     assert [e.barrier for e in setup.events if isinstance(e, InstanceUp)] == [True, False, True]
 
