@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 
 from sglang_sbs.doctor.checks import cluster, endforward, engine, prefill, router, security
-from sglang_sbs.doctor.facts import ClusterFacts, EngineFacts, Heard
+from sglang_sbs.doctor.facts import ClusterFacts, EngineFacts, ReceivedReports
 from sglang_sbs.doctor.findings import GROUPS, Finding, Severity, Wording
 from sglang_sbs.doctor.gathering.endforward import Ear, endpoints_to_hear
 from sglang_sbs.doctor.gathering.engines import Asker, examine_all
@@ -32,18 +32,18 @@ async def gather(options: DoctorOptions, progress: Progress = lambda _doing: Non
         given = options.router_flags
         engines = [EngineFacts(url, "prefill", port) for url, port in given.prefill]
         engines += [EngineFacts(url, "decode") for url in given.decode]
-        told = None
+        router_facts = None
         if options.router is not None:
             progress(f"asking the router {options.router}")
-            told = await ask_router(asker, options, options.router)
-            engines = engines or engines_of(told)
+            router_facts = await ask_router(asker, options, options.router)
+            engines = engines or engines_of(router_facts)
         progress(f"asking {len(engines)} engines")
         await examine_all(asker, engines)
-        facts = ClusterFacts(options, engines, router=told)
+        facts = ClusterFacts(options, engines, router=router_facts)
         if _worth_listening(facts):
             progress(f"listening for EndForward, {options.wait_s:g} s at most")
-            facts.heard = await asyncio.to_thread(Ear(options, engines).listen)
-        whose = endforward.Attribution(facts.usable, facts.heard or Heard())
+            facts.received = await asyncio.to_thread(Ear(options, engines).listen)
+        whose = endforward.Attribution(facts.usable, facts.received or ReceivedReports())
         await asyncio.gather(*(asker.kv_ports(e, whose.of(e)) for e in facts.engines))
         if options.probe:
             prefills, decodes = facts.of_role("prefill"), facts.of_role("decode")
@@ -65,8 +65,8 @@ def judge(facts: ClusterFacts) -> list[Finding]:
 def _worth_listening(facts: ClusterFacts) -> bool:
     """Return whether the doctor should listen for EndForward itself. A responding router knows
     better which reports arrive, and occupies the port."""
-    options, told = facts.options, facts.router
-    if told is not None and told.failure is None and options.given_bind is None:
+    options, router_facts = facts.options, facts.router
+    if router_facts is not None and router_facts.failure is None and options.given_bind is None:
         return False
     dials = any(e.sbs is not None and e.sbs.bind for e in facts.usable)
     return dials or bool(endpoints_to_hear(options, facts.engines))

@@ -100,7 +100,7 @@ class EngineFacts:
 
 
 @dataclass(slots=True)
-class RankHeard:
+class RankReports:
     messages: int
     last: EndForward
     peer: str
@@ -108,7 +108,9 @@ class RankHeard:
 
 
 @dataclass(slots=True)
-class Heard:
+class ReceivedReports:
+    """Result of listening for EndForward."""
+
     listened_s: float = 0.0
     bound: list[str] = field(default_factory=list)
     dialled: list[str] = field(default_factory=list)
@@ -118,7 +120,7 @@ class Heard:
     elsewhere: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     """Errors by endpoint that could not be bound."""
-    ranks: dict[str, dict[int, RankHeard]] = field(default_factory=dict)
+    ranks: dict[str, dict[int, RankReports]] = field(default_factory=dict)
     """Reports by boot id and DP rank."""
     malformed: Counter[str] = field(default_factory=Counter)
     """Counts of malformed messages by error."""
@@ -145,8 +147,8 @@ class RouterFacts:
 
     def problems(self, url: str) -> dict[str, Any]:
         """The router's problems with an engine, by kind."""
-        told = self.entry(url).get("problems")
-        return told if isinstance(told, dict) else {}
+        reported = self.entry(url).get("problems")
+        return reported if isinstance(reported, dict) else {}
 
     def instances(self, role: str) -> list[dict[str, Any]]:
         return objects(self.state.get(role))
@@ -155,8 +157,8 @@ class RouterFacts:
         """Seconds since the last report of each DP rank, as seen by the scheduler; ``None``: no
         report yet."""
         instances = (*self.instances("prefill"), *self.instances("decode"))
-        told = next((instance for instance in instances if instance.get("instance") == url), {})
-        ages_s = [rank.get("age_s") for rank in objects(told.get("ranks"))]
+        reported = next((instance for instance in instances if instance.get("instance") == url), {})
+        ages_s = [rank.get("age_s") for rank in objects(reported.get("ranks"))]
         return {
             rank: float(age_s) if isinstance(age_s, int | float) else None
             for rank, age_s in enumerate(ages_s)
@@ -177,7 +179,7 @@ class ProbeResult:
 class ClusterFacts:
     options: DoctorOptions
     engines: list[EngineFacts]
-    heard: Heard | None = None
+    received: ReceivedReports | None = None
     """``None``: the doctor did not listen, because no report could come."""
     router: RouterFacts | None = None
     probes: list[ProbeResult] = field(default_factory=list)

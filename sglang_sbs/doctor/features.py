@@ -52,7 +52,7 @@ class Seen(NamedTuple):
     change: str | None = None
 
 
-class _Untold(Exception):
+class _Unreported(Exception):
     """No router reported the effects of its flags."""
 
 
@@ -76,18 +76,18 @@ class FeatureView:
         )
 
     @property
-    def told(self) -> dict[str, Any]:
-        """``options``, for rows that cannot do without. Raises: _Untold."""
+    def required_options(self) -> dict[str, Any]:
+        """``options``, for rows that cannot do without. Raises: _Unreported."""
         if not self.options:
-            raise _Untold
+            raise _Unreported
         return self.options
 
     @property
     def policy(self) -> str:
-        """The router's policy. Raises: _Untold."""
-        policy = text(self.state, "policy") or text(self.told, "policy")
+        """The router's policy. Raises: _Unreported."""
+        policy = text(self.state, "policy") or text(self.required_options, "policy")
         if not policy:
-            raise _Untold
+            raise _Unreported
         return policy
 
     def problem(self, engine: EngineFacts, kind: str) -> str:
@@ -96,17 +96,17 @@ class FeatureView:
 
     def silent_ranks(self, engine: EngineFacts) -> list[int] | None:
         """DP ranks without EndForward, at the router or here; ``None``: not known."""
-        heard: set[int]
+        reporting: set[int]
         if self.asked:
             ages_s = self.router.ages_s(engine.url)
-            heard = {
+            reporting = {
                 n for n, age_s in ages_s.items() if age_s is not None and age_s < SILENT_AFTER_S
             }
-        elif self.facts.heard is not None and self.facts.router is None:
-            heard = set(Attribution(self.engines, self.facts.heard).of(engine))
+        elif self.facts.received is not None and self.facts.router is None:
+            reporting = set(Attribution(self.engines, self.facts.received).of(engine))
         else:
             return None
-        return [rank for rank in range(engine.known.dp_size) if rank not in heard]
+        return [rank for rank in range(engine.known.dp_size) if rank not in reporting]
 
 
 Decide = Callable[[FeatureView], Seen]
@@ -139,8 +139,8 @@ def feature_rows(facts: ClusterFacts) -> list[FeatureRow]:
     for feature in FEATURES:
         try:
             state, why, change = feature.decide(view)
-        except _Untold:
-            state, why, change = _UNTOLD if view.asked else _UNANSWERED
+        except _Unreported:
+            state, why, change = _UNREPORTED if view.asked else _UNANSWERED
         advice = "" if state is State.ON else feature.turn_on
         rows.append(
             FeatureRow(feature.id, feature.title, state, why, advice if change is None else change)
@@ -158,7 +158,9 @@ def _feature(title: str, turn_on: str) -> Callable[[Decide], Decide]:
     return add
 
 
-_UNTOLD = Seen(State.UNKNOWN, "this router does not report it", "update sglang-sbs on the router")
+_UNREPORTED = Seen(
+    State.UNKNOWN, "this router does not report it", "update sglang-sbs on the router"
+)
 _UNANSWERED = Seen(State.UNKNOWN, "the router did not answer", "see sglang-sbs doctor")
 _NO_ENGINE = Seen(State.UNKNOWN, "no such engine could be asked", "see sglang-sbs doctor")
 
@@ -231,7 +233,7 @@ def endforward(view: FeatureView) -> Seen:
     "(engines)",
 )
 def endforward_key(view: FeatureView) -> Seen:
-    if view.told.get("endforward_encrypted") is not True:
+    if view.required_options.get("endforward_encrypted") is not True:
         return Seen(State.OFF, "the router takes EndForward in the clear")
     return _over(
         view.engines,
@@ -248,10 +250,10 @@ def endforward_key(view: FeatureView) -> Seen:
 def gang_gate(view: FeatureView) -> Seen:
     if view.policy != "sbs":
         return Seen(State.OFF, f"--policy {view.policy} sends no batches", "--policy sbs")
-    told = view.told.get("gang_gate")
-    if not isinstance(told, bool):
-        raise _Untold
-    if not told:
+    enabled = view.required_options.get("gang_gate")
+    if not isinstance(enabled, bool):
+        raise _Unreported
+    if not enabled:
         return Seen(State.OFF, "--sbs-gang-gate off", "--sbs-gang-gate on (router)")
     seen = _over(view.prefill, _gate_fault, "a pass starts all requests of a batch or none")
     for engine in view.prefill if seen.state is State.ON else ():
@@ -301,8 +303,8 @@ def cache(view: FeatureView) -> Seen:
             return "no KV events"
         if engine.closed_kv_ports:
             return f"port {engine.closed_kv_ports[0]} of its KV events is shut"
-        told = view.router.entry(engine.url).get("kv_events")
-        return "the router does not get its KV events" if told is False else ""
+        received = view.router.entry(engine.url).get("kv_events")
+        return "the router does not get its KV events" if received is False else ""
 
     cached = _over(view.prefill, off, "")
     if cached.state is not State.ON:
@@ -317,7 +319,7 @@ def cache(view: FeatureView) -> Seen:
 
 @_feature("Token ids forwarded", "--tokenizer-path DIRECTORY (router)")
 def token_ids(view: FeatureView) -> Seen:
-    if view.told.get("tokenizer") is not True:
+    if view.required_options.get("tokenizer") is not True:
         return Seen(State.OFF, "no --tokenizer-path: lengths of text prompts are estimates")
     if text(view.options, "forward_token_ids") == "off":
         why = "exact lengths, but --sbs-forward-token-ids off: engines tokenize again"
@@ -438,12 +440,12 @@ def nodes(view: FeatureView) -> Seen:
 
 @_feature("Rust server", "SGLANG_RUST_SERVER=1 (engine)")
 def rust_server(view: FeatureView) -> Seen:
-    told = {engine.known.rust_server for engine in view.engines}
-    if told == {True}:
+    reported = {engine.known.rust_server for engine in view.engines}
+    if reported == {True}:
         return Seen(State.ON, "engines serve HTTP from Rust, one address per DP rank")
-    if told == {False}:
+    if reported == {False}:
         return Seen(State.OFF, "engines serve HTTP from Python", "")
-    return Seen(State.PARTLY, "some engines serve HTTP from Rust", "") if told else _NO_ENGINE
+    return Seen(State.PARTLY, "some engines serve HTTP from Rust", "") if reported else _NO_ENGINE
 
 
 @_feature(
@@ -455,9 +457,9 @@ def barrier(view: FeatureView) -> Seen:
     def fault(engine: EngineFacts) -> str:
         if engine.known.dp_size < 2:
             return "it has one DP rank"
-        told = view.router.entry(engine.url)
-        if not engine.known.no_barrier and told.get("barrier") is False:
-            return f"none, by {text(told, 'barrier_source') or 'the router'}"
+        entry = view.router.entry(engine.url)
+        if not engine.known.no_barrier and entry.get("barrier") is False:
+            return f"none, by {text(entry, 'barrier_source') or 'the router'}"
         return engine.known.no_barrier
 
     sources = sorted({barrier_of(engine.known).source for engine in view.prefill})
@@ -470,7 +472,7 @@ def barrier(view: FeatureView) -> Seen:
 
 @_feature("Several front ends", "--frontends N (router)")
 def front_ends(view: FeatureView) -> Seen:
-    processes = number(view.told, "front_ends")
+    processes = number(view.required_options, "front_ends")
     if text(view.options, "role") == "front-end":
         return Seen(State.ON, "this front end relays; a process of its own schedules")
     if processes > 1:

@@ -19,7 +19,7 @@ from sglang_sbs.doctor.facts import ClusterFacts, EngineFacts
 from sglang_sbs.doctor.features import FeatureRow, State
 from sglang_sbs.doctor.findings import CLUSTER, ROUTER, Finding, Severity, count, verdict
 
-_TOLD = (
+_SHOWN = (
     *("version", "dp_size", "chunk_tokens", "kv_capacity_tokens"),
     *("max_running_requests", "page_size"),
 )
@@ -61,7 +61,7 @@ def _engine(engine: EngineFacts) -> dict[str, Any]:
         "role": engine.role,
         "reachable": engine.failure is None,
         "usable": info is not None,
-        **{name: getattr(info, name, None) for name in _TOLD},
+        **{name: getattr(info, name, None) for name in _SHOWN},
         "plugin": info.sbs is not None if info else None,
     }
 

@@ -294,7 +294,7 @@ async def test_a_router_alone_names_the_engines_and_says_what_arrives() -> None:
             for engine in r.engines:
                 mine = {finding.id for finding in findings if finding.subject == engine.url}
                 assert {"endforward.ok", "plugin.ok"} <= mine
-            assert facts.heard is None, "a router that answers has the port"
+            assert facts.received is None, "a router that answers has the port"
             found = judge(await gather(parse_options(["--router", url])))
             assert "router.key" in {finding.id for finding in found}
         finally:

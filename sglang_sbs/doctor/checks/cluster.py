@@ -56,7 +56,7 @@ def check(facts: ClusterFacts) -> Iterator[Finding]:
     for role, engines in sides.items():
         limits = grouped(engines, lambda e: describe_limits(e.known, e.role))
         if len(limits) > 1:
-            yield finding("limits.uneven", CLUSTER, f"{role}: {told(limits)}")
+            yield finding("limits.uneven", CLUSTER, f"{role}: {describe_groups(limits)}")
     if not missing:
         yield from _pairs(**sides)
     for probe in facts.probes:
@@ -79,24 +79,26 @@ def _versions(engines: Sequence[EngineFacts]) -> Iterator[Finding]:
     found: list[Finding] = []
     sglang = grouped(engines, lambda e: e.known.version)
     if len(sglang) > 1:
-        found.append(finding("version.mixed", CLUSTER, f"SGLang {told(sglang)}"))
+        found.append(finding("version.mixed", CLUSTER, f"SGLang {describe_groups(sglang)}"))
     old = [e for e in engines if e.role == "prefill" and not e.known.acks_release]
     if old and any(e.role == "decode" and e.known.defers_release for e in engines):
-        seen = f"SGLang {told(grouped(old, lambda e: e.known.version))} on prefill"
+        seen = f"SGLang {describe_groups(grouped(old, lambda e: e.known.version))} on prefill"
         found.append(finding("version.kv-acks", CLUSTER, seen))
     with_plugin = [e for e in engines if isinstance(e.data.get("sbs"), dict)]
     plugin = grouped(with_plugin, lambda e: text(e.plugin, "sglang_sbs_version") or "?")
     if len(plugin) > 1 or (plugin and __version__ not in plugin):
-        seen = f"sglang-sbs {told(plugin)}; this doctor is {__version__}"
+        seen = f"sglang-sbs {describe_groups(plugin)}; this doctor is {__version__}"
         found.append(finding("version.mixed-plugin", CLUSTER, seen))
     wire = grouped(with_plugin, lambda e: str(number(e.plugin, "wire_version")))
     if wire and set(wire) != {str(WIRE_VERSION)}:
-        seen = f"EndForward version {told(wire)}; this release reads {WIRE_VERSION}"
+        seen = f"EndForward version {describe_groups(wire)}; this release reads {WIRE_VERSION}"
         found.append(finding("version.wire", CLUSTER, seen))
     kernel = grouped(with_plugin, lambda e: text(e.plugin, "sgl_kernel_version"))
     kernel.pop("", None)
     if len(kernel) > 1:
-        found.append(finding("version.mixed-kernel", CLUSTER, f"sgl-kernel {told(kernel)}"))
+        found.append(
+            finding("version.mixed-kernel", CLUSTER, f"sgl-kernel {describe_groups(kernel)}")
+        )
     yield from found
     if not found:
         seen = f"SGLang {next(iter(sglang)) or '?'}"
@@ -146,7 +148,7 @@ def _pairs(prefill: Sequence[EngineFacts], decode: Sequence[EngineFacts]) -> Ite
         known = grouped([*prefill, *decode], value)
         known.pop("", None)
         if len(known) > 1:
-            found.append(finding(name, CLUSTER, f"{what} {told(known)}"))
+            found.append(finding(name, CLUSTER, f"{what} {describe_groups(known)}"))
     for p, d in sorted({(attention_tp(p), attention_tp(d)) for p in prefill for d in decode}):
         if min(p, d) > 0 and p != d:
             seen = f"attention TP size {p} on prefill, {d} on decode"
@@ -211,7 +213,7 @@ def grouped(
     return groups
 
 
-def told(groups: dict[str, list[str]]) -> str:
+def describe_groups(groups: dict[str, list[str]]) -> str:
     """Format as ``A (url, url) and B (url)``, the most frequent value first."""
     ordered = sorted(groups.items(), key=lambda group: -len(group[1]))
     return "; ".join(f"{value or '?'} ({listed(urls, most=6)})" for value, urls in ordered)

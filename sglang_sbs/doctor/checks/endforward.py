@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from sglang_sbs.doctor.checks.cluster import grouped, told
+from sglang_sbs.doctor.checks.cluster import describe_groups, grouped
 from sglang_sbs.doctor.facts import (
     SHOWN_VERSION,
     ClusterFacts,
     EngineFacts,
-    Heard,
-    RankHeard,
+    RankReports,
+    ReceivedReports,
     alias_of,
     key_differs,
     listed,
@@ -68,8 +68,8 @@ warning endforward.cannot-listen -> give another --sbs-endforward-bind
 
 def check(facts: ClusterFacts) -> Iterator[Finding]:
     usable = facts.usable
-    heard = facts.heard or Heard()
-    mine = Attribution(usable, heard)
+    received = facts.received or ReceivedReports()
+    mine = Attribution(usable, received)
     for engine in usable:
         yield from _plugin(facts, engine, mine)
         yield from _reports(facts, engine, mine)
@@ -80,24 +80,24 @@ def check(facts: ClusterFacts) -> Iterator[Finding]:
         change = f"SGLANG_SBS_INSTANCE_ID of the {other}: its own URL, not {url}; or unset it there"
         yield finding("plugin.instance-id", url, seen, change)
     yield from _routers(usable)
-    yield from _listening(facts, heard, mine)
+    yield from _listening(facts, received, mine)
 
 
 class Attribution:
     """Assigns reports to engines: by boot id, by instance id, or to the only engine that fits."""
 
-    def __init__(self, engines: list[EngineFacts], heard: Heard) -> None:
-        self._ranks: dict[str, dict[int, RankHeard]] = {}
+    def __init__(self, engines: list[EngineFacts], received: ReceivedReports) -> None:
+        self._ranks: dict[str, dict[int, RankReports]] = {}
         self.mismatched: dict[str, EndForward] = {}
         """A report whose role or number of ranks contradicts ``/server_info``, by engine URL."""
         self.misnamed: dict[str, EndForward] = {}
         """A report that comes from another engine than the one it names, by URL of the latter."""
-        self.leftover: list[RankHeard] = []
+        self.leftover: list[RankReports] = []
         """Reports that fit no engine, or several."""
         by_boot = {e.sbs.boot_id: e for e in engines if e.sbs and e.sbs.boot_id}
         by_alias = {alias_key(e.url): e for e in engines}
-        rest: list[dict[int, RankHeard]] = []
-        for boot, ranks in heard.ranks.items():
+        rest: list[dict[int, RankReports]] = []
+        for boot, ranks in received.ranks.items():
             engine = by_boot.get(boot)
             if engine is None:
                 first = next(iter(ranks.values())).last
@@ -117,28 +117,28 @@ class Attribution:
             else:
                 self.leftover += ranks.values()
 
-    def of(self, engine: EngineFacts) -> dict[int, RankHeard]:
+    def of(self, engine: EngineFacts) -> dict[int, RankReports]:
         """Return the reports of an engine by rank."""
         return self._ranks.get(engine.url, {})
 
     def may_be_among_leftover(self, engine: EngineFacts) -> bool:
-        return _may_speak(engine) and any(_says(engine, heard.last) for heard in self.leftover)
+        return _may_speak(engine) and any(_says(engine, reports.last) for reports in self.leftover)
 
-    def _give(self, engine: EngineFacts, ranks: dict[int, RankHeard]) -> None:
-        for rank, heard in ranks.items():
-            if _says(engine, heard.last):
-                self._ranks.setdefault(engine.url, {})[rank] = heard
+    def _give(self, engine: EngineFacts, ranks: dict[int, RankReports]) -> None:
+        for rank, reports in ranks.items():
+            if _says(engine, reports.last):
+                self._ranks.setdefault(engine.url, {})[rank] = reports
             else:
-                self.mismatched[engine.url] = heard.last
+                self.mismatched[engine.url] = reports.last
 
-    def _fits(self, engine: EngineFacts, ranks: dict[int, RankHeard]) -> bool:
+    def _fits(self, engine: EngineFacts, ranks: dict[int, RankReports]) -> bool:
         """Return whether reports with an unknown boot id may be from an engine. The boot ids of its
         other nodes are unknown, and before SGLang 0.5.22 all are. The reports must not contradict
         the engine, and their ranks must have no other report."""
         return (
             _may_speak(engine)
-            and not any(_is_strange(engine, heard.last) for heard in ranks.values())
-            and all(_says(engine, heard.last) for heard in ranks.values())
+            and not any(_is_strange(engine, reports.last) for reports in ranks.values())
+            and all(_says(engine, reports.last) for reports in ranks.values())
             and not (ranks.keys() & self.of(engine).keys())
         )
 
@@ -162,7 +162,9 @@ def _plugin(facts: ClusterFacts, engine: EngineFacts, mine: Attribution) -> Iter
     sbs, url, info = engine.sbs, engine.url, engine.known
     ranks = mine.of(engine)
     errors = {
-        rank: heard.last.hook_errors for rank, heard in ranks.items() if heard.last.hook_errors
+        rank: reports.last.hook_errors
+        for rank, reports in ranks.items()
+        if reports.last.hook_errors
     }
     if errors:
         shown = listed(f"rank {rank}: {n}" for rank, n in sorted(errors.items()))
@@ -180,8 +182,8 @@ def _plugin(facts: ClusterFacts, engine: EngineFacts, mine: Attribution) -> Iter
         shown_from = ".".join(map(str, SHOWN_VERSION))
         seen = f"no sbs block in /server_info (shown from SGLang {shown_from} on)"
         yield finding("plugin.absent", url, seen)
-    elif facts.heard is not None and facts.heard.bound:
-        seen = f"no EndForward in {facts.heard.listened_s:.0f} s, and its version shows no more"
+    elif facts.received is not None and facts.received.bound:
+        seen = f"no EndForward in {facts.received.listened_s:.0f} s, and its version shows no more"
         yield finding("plugin.absent", url, seen)
     else:
         yield finding("plugin.unknown", url, f"SGLang {info.version or '?'} does not show it")
@@ -204,7 +206,7 @@ def _routers(engines: list[EngineFacts]) -> Iterator[Finding]:
     speaking = [e for e in engines if e.sbs is not None and e.sbs.routers]
     groups = grouped(speaking, lambda e: ", ".join(sorted(e.sbs.routers)) if e.sbs else "")
     if len(groups) > 1:
-        yield finding("plugin.routers-differ", CLUSTER, told(groups))
+        yield finding("plugin.routers-differ", CLUSTER, describe_groups(groups))
 
 
 # Reports --------------------------------------------------------------------------------------
@@ -218,14 +220,14 @@ def _router_hears(facts: ClusterFacts, url: str) -> bool:
 def _reports(facts: ClusterFacts, engine: EngineFacts, mine: Attribution) -> Iterator[Finding]:
     """Judge the messages received by the doctor. Reports at the router are judged in
     :mod:`.router`."""
-    info, heard, url, sbs = engine.known, facts.heard, engine.url, engine.sbs
+    info, received, url, sbs = engine.known, facts.received, engine.url, engine.sbs
     if facts.router is None and key_differs(facts.options, engine):
         has, lacks = "has a key", "has none"
         here, there = (has, lacks) if facts.options.key_file is not None else (lacks, has)
         seen = f"this side {here}, the engine {there}: not listened to"
         yield finding("endforward.key", url, seen)
         return
-    if heard is None:
+    if received is None:
         return
     ranks = mine.of(engine)
     missing = [rank for rank in range(info.dp_size) if rank not in ranks]
@@ -234,27 +236,27 @@ def _reports(facts: ClusterFacts, engine: EngineFacts, mine: Attribution) -> Ite
         seen += f"of a {engine.role} engine with {info.dp_size}"
         yield finding("endforward.mismatch", url, seen)
     elif not missing:
-        messages = sum(heard.messages for heard in ranks.values())
-        slowest_us = max(heard.last.hook_us for heard in ranks.values())
-        seen = f"{messages} messages of all {info.dp_size} ranks in {heard.listened_s:.1f} s; a "
+        messages = sum(reports.messages for reports in ranks.values())
+        slowest_us = max(reports.last.hook_us for reports in ranks.values())
+        seen = f"{messages} messages of all {info.dp_size} ranks in {received.listened_s:.1f} s; a "
         seen += f"message costs the engine {slowest_us} µs"
         yield finding("endforward.ok", url, seen)
     elif sbs is None and not ranks:
         pass  # reported by plugin.absent, or unknown
-    elif sbs is not None and not _listened_to(sbs, heard):
-        elsewhere = [e for e in sbs.routers if e in heard.elsewhere]
+    elif sbs is not None and not _listened_to(sbs, received):
+        elsewhere = [e for e in sbs.routers if e in received.elsewhere]
         if elsewhere and facts.router is None:
             yield finding("endforward.elsewhere", url, f"reports to {', '.join(elsewhere)}")
     elif mine.may_be_among_leftover(engine):
         pass  # reported by endforward.unattributed
     elif not ranks:
-        where = ", ".join([*heard.bound, *heard.dialled])
-        seen = f"nothing in {heard.listened_s:.0f} s of listening at {where}"
+        where = ", ".join([*received.bound, *received.dialled])
+        seen = f"nothing in {received.listened_s:.0f} s of listening at {where}"
         yield finding("endforward.silent", url, seen)
     else:
         nodes = {rank: f" (node {node_of_rank(info, rank)})" for rank in missing if info.nodes > 1}
         shown = listed(f"{rank}{nodes.get(rank, '')}" for rank in missing)
-        seen = f"nothing of rank {shown} in {heard.listened_s:.0f} s, "
+        seen = f"nothing of rank {shown} in {received.listened_s:.0f} s, "
         seen += f"{len(ranks)} other ranks report"
         yield finding("endforward.rank-missing", url, seen, _what_to_open(info, missing))
 
@@ -277,30 +279,32 @@ def _what_to_open(info: WorkerInfo, missing: list[int]) -> str | None:
     )
 
 
-def _listened_to(sbs: SbsBlock, heard: Heard) -> bool:
+def _listened_to(sbs: SbsBlock, received: ReceivedReports) -> bool:
     """Return whether reports of this engine could arrive, i.e. the doctor listened at one of its
     endpoints or connected to it."""
-    if sbs.bind and heard.dialled:
+    if sbs.bind and received.dialled:
         return True
-    unheard = {*heard.elsewhere, *heard.busy, *heard.failed}
-    return bool(heard.bound) and any(endpoint not in unheard for endpoint in sbs.routers)
+    unbound = {*received.elsewhere, *received.busy, *received.failed}
+    return bool(received.bound) and any(endpoint not in unbound for endpoint in sbs.routers)
 
 
-def _listening(facts: ClusterFacts, heard: Heard, mine: Attribution) -> Iterator[Finding]:
-    for endpoint in heard.busy if facts.router is None else ():
+def _listening(
+    facts: ClusterFacts, received: ReceivedReports, mine: Attribution
+) -> Iterator[Finding]:
+    for endpoint in received.busy if facts.router is None else ():
         yield finding("endforward.port-busy", CLUSTER, f"{endpoint} is taken")
-    for endpoint, why in heard.failed.items():
+    for endpoint, why in received.failed.items():
         yield finding("endforward.cannot-listen", CLUSTER, f"{endpoint}: {why}")
-    if heard.handshakes_failed:
+    if received.handshakes_failed:
         key = "with the key given" if facts.options.key_file is not None else "without a key here"
-        seen = f"{heard.handshakes_failed} handshakes failed while listening {key}"
+        seen = f"{received.handshakes_failed} handshakes failed while listening {key}"
         yield finding("endforward.key", CLUSTER, seen)
-    if heard.malformed:
-        why, times = heard.malformed.most_common(1)[0]
-        seen = f"{heard.malformed.total()} messages, {times} of them: {why}"
+    if received.malformed:
+        why, times = received.malformed.most_common(1)[0]
+        seen = f"{received.malformed.total()} messages, {times} of them: {why}"
         yield finding("endforward.malformed", CLUSTER, seen)
     for role in ("prefill", "decode"):
-        some = [heard.last for heard in mine.leftover if heard.last.role == role]
+        some = [reports.last for reports in mine.leftover if reports.last.role == role]
         mates = [e for e in facts.engines if e.role == role]
         if some and not any(e.info is None for e in mates):  # otherwise these may be its reports
             seen = f"{len(some)} {role} ranks of {len({report.boot_id for report in some})} boots"

@@ -115,8 +115,8 @@ def _signal(router: RouterFacts, url: str, entry: dict[str, Any]) -> Iterator[Fi
     ages_s = router.ages_s(url)
     messages = entry.get("endforward_messages")
     missing = [rank for rank, age_s in ages_s.items() if age_s is None]
-    heard = {rank: age_s for rank, age_s in ages_s.items() if age_s is not None}
-    old = {rank: age_s for rank, age_s in heard.items() if age_s >= SILENT_AFTER_S}
+    reported = {rank: age_s for rank, age_s in ages_s.items() if age_s is not None}
+    old = {rank: age_s for rank, age_s in reported.items() if age_s >= SILENT_AFTER_S}
     if missing:
         seen = f"the router has nothing of rank {listed(missing)}, {messages} messages in all"
         yield report_finding("endforward.rank-missing", url, seen)
@@ -125,6 +125,6 @@ def _signal(router: RouterFacts, url: str, entry: dict[str, Any]) -> Iterator[Fi
         seen = f"{len(old)} ranks send the router nothing, rank {rank} for {age_s:.0f} s"
         yield report_finding("endforward.stale", url, seen)
     if not missing and not old:
-        oldest_s = max(heard.values(), default=0.0)
+        oldest_s = max(reported.values(), default=0.0)
         seen = f"{messages} messages at the router; the oldest rank's last is {oldest_s:.1f} s old"
         yield report_finding("endforward.ok", url, seen)

@@ -14,7 +14,13 @@ from pathlib import Path
 
 import zmq
 
-from sglang_sbs.doctor.facts import EngineFacts, Heard, RankHeard, key_differs, may_speak_unseen
+from sglang_sbs.doctor.facts import (
+    EngineFacts,
+    RankReports,
+    ReceivedReports,
+    key_differs,
+    may_speak_unseen,
+)
 from sglang_sbs.doctor.options import DoctorOptions
 from sglang_sbs.engine.config import join_tcp, split_tcp
 from sglang_sbs.engine.publish import resolve_endpoints
@@ -55,7 +61,7 @@ class Ear:
         self._options = options
         self._engines = engines
         self._keys = keys = options.router_flags.endforward_keys
-        self._heard = Heard()
+        self._received = ReceivedReports()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         # Two sockets: with keys one cannot be both CURVE server and client.
         self._listening, self._dialling = self._subscriber(), self._subscriber()
@@ -63,7 +69,7 @@ class Ear:
             keys.serve(self._listening)
             keys.connect(self._dialling)
 
-    def listen(self) -> Heard:
+    def listen(self) -> ReceivedReports:
         """Listen until every rank with a plugin has reported, or ``wait_s`` is over."""
         gatekeeper = Gatekeeper(self._context, self._keys) if self._keys is not None else None
         started_s = time.monotonic()
@@ -74,7 +80,7 @@ class Ear:
                 self._bind(endpoint)
             for facts in self._engines:
                 self._dial(facts)
-            if self._heard.bound or self._heard.dialled:
+            if self._received.bound or self._received.dialled:
                 self._receive(started_s + self._options.wait_s, monitors)
         finally:
             # Close monitors first: without a reader libzmq would block at its next event.
@@ -85,8 +91,8 @@ class Ear:
             if gatekeeper is not None:
                 gatekeeper.close()
             self._context.term()
-        self._heard.listened_s = time.monotonic() - started_s
-        return self._heard
+        self._received.listened_s = time.monotonic() - started_s
+        return self._received
 
     def _subscriber(self) -> zmq.Socket[bytes]:
         sock = self._context.socket(zmq.SUB)
@@ -99,14 +105,14 @@ class Ear:
         try:
             errors = [self._bind_one(candidate) for candidate in _addresses(endpoint)]
         except (OSError, ValueError) as error:
-            self._heard.failed[endpoint] = str(error)
+            self._received.failed[endpoint] = str(error)
             return
         if errno.EADDRINUSE in errors and 0 not in errors:
-            self._heard.busy.append(endpoint)
+            self._received.busy.append(endpoint)
         elif errors and set(errors) <= {errno.EADDRNOTAVAIL, errno.ENODEV}:
-            self._heard.elsewhere.append(endpoint)
+            self._received.elsewhere.append(endpoint)
         elif 0 not in errors:
-            self._heard.failed[endpoint] = zmq.strerror(errors[0]) if errors else "no address"
+            self._received.failed[endpoint] = zmq.strerror(errors[0]) if errors else "no address"
 
     def _bind_one(self, endpoint: str) -> int:
         """Bind one address; return 0, or the number of the error."""
@@ -116,7 +122,7 @@ class Ear:
             self._listening.bind(endpoint)
         except zmq.ZMQError as error:
             return error.errno or errno.EINVAL
-        self._heard.bound.append(endpoint)
+        self._received.bound.append(endpoint)
         return 0
 
     def _dial(self, facts: EngineFacts) -> None:
@@ -129,10 +135,10 @@ class Ear:
                 # Resolve the name here, because libzmq would block its receiving thread with it.
                 address = address or split_tcp(min(resolve_endpoints(host, port)))[0]
             except OSError as error:
-                self._heard.failed[endpoint] = str(error)
+                self._received.failed[endpoint] = str(error)
                 return
             self._dialling.connect(join_tcp(address, port))
-            self._heard.dialled.append(endpoint)
+            self._received.dialled.append(endpoint)
 
     def _receive(self, until_s: float, monitors: Sequence[zmq.Socket[bytes]]) -> None:
         poller = zmq.Poller()
@@ -152,16 +158,16 @@ class Ear:
         patient = any(map(may_speak_unseen, self._engines))
         while time.monotonic() < until_s:
             for sock, _ in poller.poll(_TURN_MS):
-                for frames in _received(sock):
+                for frames in _messages(sock):
                     if sock in monitors:
-                        self._heard.handshakes_failed += 1
+                        self._received.handshakes_failed += 1
                     else:
                         self._take([frame.bytes for frame in frames], peer_of(frames[0]))
-            heard = self._heard.ranks
+            by_boot = self._received.ranks
             if (
                 not patient
-                and all(len(heard.get(boot, ())) >= ranks for boot, ranks in expected.items())
-                and sum(map(len, heard.values())) >= all_ranks
+                and all(len(by_boot.get(boot, ())) >= ranks for boot, ranks in expected.items())
+                and sum(map(len, by_boot.values())) >= all_ranks
             ):
                 return
 
@@ -169,15 +175,15 @@ class Ear:
         try:
             report = decode_endforward(frames)
         except (ValueError, RecursionError) as error:
-            self._heard.malformed[str(error)[:120]] += 1
+            self._received.malformed[str(error)[:120]] += 1
             return
-        ranks = self._heard.ranks.setdefault(report.boot_id, {})
+        ranks = self._received.ranks.setdefault(report.boot_id, {})
         before = ranks.get(report.dp_rank)
         messages = before.messages + 1 if before is not None else 1
-        ranks[report.dp_rank] = RankHeard(messages, report, peer)
+        ranks[report.dp_rank] = RankReports(messages, report, peer)
 
 
-def _received(sock: zmq.Socket[bytes]) -> Iterator[list[zmq.Frame]]:
+def _messages(sock: zmq.Socket[bytes]) -> Iterator[list[zmq.Frame]]:
     while sock.poll(0):
         yield sock.recv_multipart(zmq.NOBLOCK, copy=False)
 

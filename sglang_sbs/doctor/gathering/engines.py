@@ -17,7 +17,7 @@ import aiohttp
 import orjson
 
 from sglang_sbs.console.plain_words import plain_error, system_error
-from sglang_sbs.doctor.facts import Bootstrap, EngineFacts, Failure, RankHeard, text
+from sglang_sbs.doctor.facts import Bootstrap, EngineFacts, Failure, RankReports, text
 from sglang_sbs.doctor.options import DoctorOptions
 from sglang_sbs.engine.config import split_tcp
 from sglang_sbs.router.engine_secrets import text_without_secrets, without_secrets
@@ -179,7 +179,7 @@ class Asker:
                 asked_s = answer.ended_s - answer.took_s / 2
                 facts.clock_offset_s = stamp.timestamp() - asked_s
 
-    async def kv_ports(self, facts: EngineFacts, reports: Mapping[int, RankHeard]) -> None:
+    async def kv_ports(self, facts: EngineFacts, reports: Mapping[int, RankReports]) -> None:
         """Find closed KV event ports. ``reports``: the engine's EndForward by DP rank."""
         info = facts.info
         if info is None or info.kv_events is None:

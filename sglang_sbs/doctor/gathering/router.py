@@ -19,13 +19,13 @@ async def ask_router(asker: Asker, options: DoctorOptions, url: str) -> RouterFa
     raises because of its responses."""
     until_s = time.monotonic() + options.wait_s
     facts = await _ask(asker, options, url)
-    while _unheard(facts) and time.monotonic() < until_s:
+    while _awaits_reports(facts) and time.monotonic() < until_s:
         await asyncio.sleep(_ASK_AGAIN_S)
         facts = await _ask(asker, options, url)
     return facts
 
 
-def _unheard(facts: RouterFacts) -> bool:
+def _awaits_reports(facts: RouterFacts) -> bool:
     """Return whether the router uses reports, and some rank of a responding engine has sent none
     yet."""
     if not reads_reports(facts.state.get("policy")):
@@ -44,10 +44,10 @@ async def _ask(asker: Asker, options: DoctorOptions, url: str) -> RouterFacts:
         if workers.status != 200:
             kind = "refused" if workers.status in (401, 403) else "not-sglang"
             raise Failure(kind, f"/workers answers {workers.status}")
-        told = workers.json_object().get("workers")
-        if not isinstance(told, list):
+        entries = workers.json_object().get("workers")
+        if not isinstance(entries, list):
             raise Failure("not-sglang", "/workers answers 200 and no list of workers")
-        facts.workers = objects(told)
+        facts.workers = objects(entries)
         state = (await asker.get(url, "/server_info", flags.api_key)).json_object()
     except Failure as failure:
         facts.failure = failure
