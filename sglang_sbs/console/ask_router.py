@@ -17,7 +17,7 @@ _TIMEOUT_S = 15.0
 _MOST_ERROR_BYTES = 4096
 
 
-class NotToldError(Exception):
+class NoAnswerError(Exception):
     """There is no answer; the text explains why and what to do."""
 
 
@@ -54,7 +54,7 @@ def ask(
     method: str | None = None,
 ) -> bytes:
     """Return the response to ``GET path``, or with a ``body`` (JSON) to ``PUT path``, unless
-    another ``method`` is given. ``absent``: meaning of a 404. Raises: NotToldError."""
+    another ``method`` is given. ``absent``: meaning of a 404. Raises: NoAnswerError."""
     key = key_of(args)
     url = args.router.rstrip("/") + path
     headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -67,11 +67,11 @@ def ask(
             read: bytes = answer.read()
             return read
     except urllib.error.HTTPError as error:
-        raise NotToldError(_refusal(error, url, key, absent)) from error
+        raise NoAnswerError(_refusal(error, url, key, absent)) from error
     except OSError as error:
         reason = getattr(error, "reason", error)
         hint = "is the router there? --router URL"
-        raise NotToldError(f"{args.router}: {reason} ({hint})") from error
+        raise NoAnswerError(f"{args.router}: {reason} ({hint})") from error
 
 
 def _refusal(error: urllib.error.HTTPError, url: str, key: str | None, absent: str) -> str:

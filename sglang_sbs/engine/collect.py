@@ -123,9 +123,9 @@ def read_kv_address(scheduler: Any) -> KvAddress | None:
 
     ``ZmqEventPublisher`` of ``disaggregation/kv_events.py`` has the address; before 0.5.14 it is on
     the scheduler itself."""
-    told = getattr(scheduler, "server_args", None)
+    args = getattr(scheduler, "server_args", None)
     node_rank = getattr(_parallel(scheduler), "node_rank", None)
-    node_rank = getattr(told, "node_rank", 0) if node_rank is None else node_rank
+    node_rank = getattr(args, "node_rank", 0) if node_rank is None else node_rank
     owner = getattr(scheduler, "kv_events_publisher", scheduler)
     publisher = getattr(owner, "kv_event_publisher", None)
     bound = _bound_tcp(publisher, "_local_pub_endpoint", "_endpoint")
@@ -149,8 +149,8 @@ def skips_gather() -> bool:
     """Return whether DP ranks are configured to run passes without a barrier. DWDP sets the
     variable (``arg_groups/parallel_hook.py``: ``handle_dwdp``) in the server's process before it
     starts the schedulers."""
-    told = os.environ.get("SGLANG_SCHEDULER_SKIP_ALL_GATHER", "")
-    return told.lower() in ("1", "true", "yes", "y")
+    setting = os.environ.get("SGLANG_SCHEDULER_SKIP_ALL_GATHER", "")
+    return setting.lower() in ("1", "true", "yes", "y")
 
 
 def _parallel(scheduler: Any) -> Any:

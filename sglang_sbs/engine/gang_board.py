@@ -142,7 +142,8 @@ class SocketBoard(Board):
         super().__init__(peers, rank)
         others = [other for other in range(ranks) if other != rank]
         self._addresses = [f"\0{name}.{rank}.{other}" for other in others]
-        self._told: deque[tuple[int, Word]] = deque(maxlen=_MOST_GANGS)
+        self._sent: deque[tuple[int, Word]] = deque(maxlen=_MOST_GANGS)
+        """Words sent with :meth:`tell` that are not stored yet."""
         self._inboxes: dict[int, socket.socket] = {}
         self._out = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._out.setblocking(False)
@@ -162,7 +163,7 @@ class SocketBoard(Board):
 
     def tell(self, tag: int, word: Word) -> None:
         self._send(tag, word)
-        self._told.append((tag, word))
+        self._sent.append((tag, word))
 
     def _send(self, tag: int, word: Word) -> None:
         message = _MESSAGE.pack(tag, *astuple(word))
@@ -171,8 +172,8 @@ class SocketBoard(Board):
                 self._out.sendto(message, address)
 
     def _take_in(self) -> bool:
-        while self._told:
-            tag, word = self._told.popleft()
+        while self._sent:
+            tag, word = self._sent.popleft()
             self._note(tag, self._rank, word)
         read = [self._read(peer, inbox) for peer, inbox in self._inboxes.items()]
         return any(read)

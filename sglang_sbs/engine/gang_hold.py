@@ -67,7 +67,7 @@ MOST_MISSED = 1
 passes run, so the time limit alone would take long to expire."""
 FIRST_TURN = 1
 MAX_ERRORS = 3
-MOST_UNHEARD_TURNS = 3
+MOST_UNAGREED_TURNS = 3
 """A rank that gave up waiting starts alone after this many turns without agreement."""
 _MOST_GANGS = 64
 """Number of batches whose state is kept. Batches in the handshake queue are kept in any case."""
@@ -228,7 +228,7 @@ class GangHold:
         """Return the queue's requests by tag of their batch, and register new batches."""
         here: dict[int, list[Any]] = {}
         for req in () if self._off else queue.queue:
-            part = part_of_room(req.bootstrap_room) if was_told(req) else None
+            part = part_of_room(req.bootstrap_room) if describes_batch(req) else None
             if part is None or (part.members == 1 and part.ranks == 1):
                 continue
             if not self._team.may_hold(queue, req):
@@ -289,7 +289,7 @@ class GangHold:
             word.gave_up_turn, changed = self._turn, True
         if changed and not alone:  # once per turn, because few messages fit into a socket
             self._ranks.say(gang.part.tag, word)
-        gang.free = self._agreed(gang) or 0 < word.gave_up_turn < self._turn - MOST_UNHEARD_TURNS
+        gang.free = self._agreed(gang) or 0 < word.gave_up_turn < self._turn - MOST_UNAGREED_TURNS
         if gang.free and not alone:
             self._ranks.waited(gang.part.tag)
         return gang.free
@@ -377,6 +377,6 @@ class GangHold:
             self._team.board.close()
 
 
-def was_told(req: Any) -> bool:
+def describes_batch(req: Any) -> bool:
     """Return whether the request's bootstrap room describes its batch."""
     return is_sized(str(req.rid)) and isinstance(req.bootstrap_room, int)

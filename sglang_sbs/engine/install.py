@@ -85,8 +85,8 @@ def _defers_release() -> bool:
 
 def _transfer_timeout_s() -> int:
     """Return Mooncake's own variable in whole seconds; 0 if it is unset or invalid."""
-    told = os.environ.get("MC_TRANSFER_TIMEOUT", "")
-    return int(told) if told.isdecimal() and len(told) < 10 else 0
+    setting = os.environ.get("MC_TRANSFER_TIMEOUT", "")
+    return int(setting) if setting.isdecimal() and len(setting) < 10 else 0
 
 
 def _kernel_version() -> str:

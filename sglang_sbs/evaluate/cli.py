@@ -87,9 +87,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         except OSError as error:
             parser.error(f"--{name} {path}: cannot be written: {error.strerror}")
     interrupted = False
-    told = Console(stderr=True)
+    stderr = Console(stderr=True)
     try:
-        with told.status(f"reading {args.log}"):
+        with stderr.status(f"reading {args.log}"):
             work = workload_of(read_recording(args.log))
             verdict = Evaluation(work)
     except (OSError, ValueError) as error:
@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("sglang-sbs evaluate: interrupted", file=sys.stderr)
         return 130
     try:
-        _simulate(verdict, policies, args, told)
+        _simulate(verdict, policies, args, stderr)
     except KeyboardInterrupt:
         interrupted = True
         print("sglang-sbs evaluate: interrupted; this is what there is so far", file=sys.stderr)
@@ -112,11 +112,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _simulate(
-    verdict: Evaluation, policies: Sequence[str], args: argparse.Namespace, told: Console
+    verdict: Evaluation, policies: Sequence[str], args: argparse.Namespace, stderr: Console
 ) -> None:
     """Simulate the recorded placement first, because comparisons need its calibration."""
     work, draws = verdict.work, range(args.draws)
-    with progress(told, args.draws * (1 + len(policies))) as step:
+    with progress(stderr, args.draws * (1 + len(policies))) as step:
 
         def take(row: Row) -> None:
             verdict.add(row)

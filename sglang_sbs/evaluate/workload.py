@@ -167,8 +167,8 @@ class _Builder:
         if lost:
             raise TooLittle(f"has requests sent to {min(lost)}, but no record of that instance")
         self.names = {event.instance: f"p{i}" for i, event in enumerate(self.recording.prefill)}
-        told = [r.arrival for r in self.requests if r.arrival is not None]
-        sizes = {arrival.block_tokens for arrival in told if arrival.blocks}
+        recorded = [r.arrival for r in self.requests if r.arrival is not None]
+        sizes = {arrival.block_tokens for arrival in recorded if arrival.blocks}
         self.block_tokens = sizes.pop() if len(sizes) == 1 else 0
 
     def hit(self, request: RecordedRequest) -> int:
@@ -184,13 +184,13 @@ class _Builder:
         if not self.block_tokens:
             tokens -= request.cached_tokens or 0
         output = request.completion_tokens or request.max_new_tokens or _OUTPUT_TOKENS
-        told = request.arrival
-        if told is None:
+        recorded = request.arrival
+        if recorded is None:
             return Arrival(at_s, max(1, tokens), output)
-        blocks = tuple(told.blocks) if self.block_tokens else ()
+        blocks = tuple(recorded.blocks) if self.block_tokens else ()
         # An additional page would be a block of tokens that the prompt does not have.
         blocks = blocks[: tokens // self.block_tokens] if blocks else ()
-        more = told.session, told.priority, told.tenant
+        more = recorded.session, recorded.priority, recorded.tenant
         return Arrival(at_s, max(1, tokens), output, blocks, *more)
 
     def placements(self) -> list[RecordedPlacement]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from sglang_sbs.console import ask_router
-from sglang_sbs.console.ask_router import NotToldError
+from sglang_sbs.console.ask_router import NoAnswerError
 from sglang_sbs.explain.event_log import read
 from sglang_sbs.explain.page import page
 from sglang_sbs.scheduling.explained.stories import Story
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             story, began_s = _from_log(args.log, args.id)
         else:
             story = _from_router(args)
-    except (NotToldError, OSError, ValueError) as error:
+    except (NoAnswerError, OSError, ValueError) as error:
         print(f"sglang-sbs why: {ask_router.plain(str(error))}", file=sys.stderr)
         return 1
     if args.json:
@@ -56,12 +56,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _from_log(path: Path, name: str) -> tuple[Story, float]:
-    """Return the request, and the time when the log begins. Raises: NotToldError, OSError,
+    """Return the request, and the time when the log begins. Raises: NoAnswerError, OSError,
     ValueError."""
     log = read(path, replay=True)
     story = log.story(name)
     if story is None:
-        raise NotToldError(f"{path} has no request {name}: give its rid, or its x-request-id")
+        raise NoAnswerError(f"{path} has no request {name}: give its rid, or its x-request-id")
     if log.differs_at:
         print(
             f"sglang-sbs why: this release decides differently than the one that wrote {path}, "
@@ -72,7 +72,7 @@ def _from_log(path: Path, name: str) -> tuple[Story, float]:
 
 
 def _from_router(args: argparse.Namespace) -> Story:
-    """Ask the router about a request. Raises: NotToldError."""
+    """Ask the router about a request. Raises: NoAnswerError."""
     path = f"/requests/{urllib.parse.quote(args.id, safe='')}"
     absent = (
         f"the router remembers no request {args.id}: it keeps the last few thousand; with "
@@ -82,4 +82,4 @@ def _from_router(args: argparse.Namespace) -> Story:
         return msgspec.json.decode(ask_router.ask(args, path, absent=absent), type=Story)
     except msgspec.DecodeError as error:
         text = f"{args.router}{path}: the answer is not one of this release: {error}"
-        raise NotToldError(text) from error
+        raise NoAnswerError(text) from error

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 import msgspec
 
 from sglang_sbs.console import ask_router
-from sglang_sbs.console.ask_router import NotToldError
+from sglang_sbs.console.ask_router import NoAnswerError
 
 _ABSENT = "this router cannot switch its policy: upgrade sglang-sbs there"
 
 
-class _Told(msgspec.Struct):
+class _PolicyAnswer(msgspec.Struct):
     """Response of ``/policy``."""
 
     policy: str
@@ -50,41 +50,43 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Return 0; 1 if the router cannot be reached or refuses the switch; 2 for bad flags."""
     args = ask_router.parse(parser(), argv)
     try:
-        before = told = _ask(args)
+        before = answer = _ask(args)
         if args.name is not None:
-            told = _ask(args, {"policy": args.name})
-    except NotToldError as error:
+            answer = _ask(args, {"policy": args.name})
+    except NoAnswerError as error:
         print(f"sglang-sbs policy: {ask_router.plain(str(error))}", file=sys.stderr)
         return 1
     if args.json:
-        print(msgspec.json.format(msgspec.json.encode(told), indent=2).decode())
+        print(msgspec.json.format(msgspec.json.encode(answer), indent=2).decode())
     else:
-        print(ask_router.plain(_page(args, before, told)), end="")
+        print(ask_router.plain(_page(args, before, answer)), end="")
     return 0
 
 
-def _ask(args: argparse.Namespace, body: dict[str, str] | None = None) -> _Told:
-    """Raises: NotToldError."""
+def _ask(args: argparse.Namespace, body: dict[str, str] | None = None) -> _PolicyAnswer:
+    """Raises: NoAnswerError."""
     encoded = None if body is None else msgspec.json.encode(body)
     try:
         return msgspec.json.decode(
-            ask_router.ask(args, "/policy", encoded, absent=_ABSENT), type=_Told
+            ask_router.ask(args, "/policy", encoded, absent=_ABSENT), type=_PolicyAnswer
         )
     except msgspec.DecodeError as error:
         text = f"{args.router}: the answer is not one of this release: {error}"
-        raise NotToldError(text) from error
+        raise NoAnswerError(text) from error
 
 
-def _page(args: argparse.Namespace, before: _Told, told: _Told) -> str:
-    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(told.since))
-    lines = [f"policy {told.policy}, since {since}, set by {told.set_by}"]
-    if told.in_force != told.policy:
-        lines.append(f"the scheduler is away: requests are placed by {told.in_force} meanwhile")
-    if told.policy != before.policy:
+def _page(args: argparse.Namespace, before: _PolicyAnswer, answer: _PolicyAnswer) -> str:
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(answer.since))
+    lines = [f"policy {answer.policy}, since {since}, set by {answer.set_by}"]
+    if answer.in_force != answer.policy:
+        lines.append(f"the scheduler is away: requests are placed by {answer.in_force} meanwhile")
+    if answer.policy != before.policy:
         back = ["sglang-sbs", "policy", before.policy, "--router", args.router]
         lines.append(f"it was {before.policy}; to go back: {shlex.join(back)}")
     elif args.name is not None:
         lines.append("that is the policy it had: nothing has changed")
     else:
-        lines.append(f"others: {', '.join(name for name in told.policies if name != told.policy)}")
+        lines.append(
+            f"others: {', '.join(name for name in answer.policies if name != answer.policy)}"
+        )
     return "\n".join(lines) + "\n"

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from sglang_sbs.console import ask_router
-from sglang_sbs.console.ask_router import NotToldError
+from sglang_sbs.console.ask_router import NoAnswerError
 from sglang_sbs.trial.report import ArmReport, TrialReport
 from sglang_sbs.trial.spec import fields_of, read_object
 
@@ -66,33 +66,33 @@ def main(argv: Sequence[str] | None = None) -> int:
                 read_object(asked | {"baseline": "sbs"})  # the router checks the policy names
             except ValueError as error:
                 made.error(str(error))
-        told = _ask(args, asked)
-        while args.wait and isinstance(told, TrialReport) and told.running:
-            slot = told.slot
+        answer = _ask(args, asked)
+        while args.wait and isinstance(answer, TrialReport) and answer.running:
+            slot = answer.slot
             time.sleep(_LOOK_S)
-            told = _ask(args, None)
+            answer = _ask(args, None)
             if (
-                isinstance(told, TrialReport)
-                and told.running
-                and told.slot > slot
+                isinstance(answer, TrialReport)
+                and answer.running
+                and answer.slot > slot
                 and not args.json
             ):
-                print(ask_router.plain(told.text), flush=True)
-    except NotToldError as error:
+                print(ask_router.plain(answer.text), flush=True)
+    except NoAnswerError as error:
         print(f"sglang-sbs trial: {ask_router.plain(str(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("sglang-sbs trial: the trial goes on; --stop ends it", file=sys.stderr)
         return 130
     if args.json:
-        print(msgspec.json.format(msgspec.json.encode(told), indent=2).decode())
+        print(msgspec.json.format(msgspec.json.encode(answer), indent=2).decode())
     else:
-        print(ask_router.plain(page_of(told)), end="")
+        print(ask_router.plain(page_of(answer)), end="")
     return 0
 
 
 def _ask(args: argparse.Namespace, asked: dict[str, str] | None) -> TrialReport | _None:
-    """Raises: NotToldError."""
+    """Raises: NoAnswerError."""
     body = None if asked is None else msgspec.json.encode(asked)
     method = "POST" if asked is not None else "DELETE" if args.stop else "GET"
     answer = ask_router.ask(args, "/trial", body, absent=_ABSENT, method=method)
@@ -103,30 +103,30 @@ def _ask(args: argparse.Namespace, asked: dict[str, str] | None) -> TrialReport 
         return msgspec.convert(found, type=_None)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
         text = f"{args.router}: the answer is not one of this release: {error}"
-        raise NotToldError(text) from error
+        raise NoAnswerError(text) from error
 
 
-def page_of(told: TrialReport | _None) -> str:
-    if isinstance(told, _None):
-        return told.text + "\n"
+def page_of(answer: TrialReport | _None) -> str:
+    if isinstance(answer, _None):
+        return answer.text + "\n"
     times = "".join(f"{name:>9}" for name in ("mean", "p50", "p99", "refused"))
-    lines = [told.text, f"  {'policy':<16}{'slots':>6}{'requests':>10}{times}{'unanswered':>12}"]
-    lines += [_row(arm) for arm in told.arms.values()]
-    if told.low is not None and told.high is not None:
-        sure = f"{told.confidence:.0%} certain at every look"
-        lines.append(f"ratio {told.ratio:.3f} ({told.low:.3f} to {told.high:.3f}), {sure}")
-    thirds = [f"{ratio:.2f}x" if ratio is not None else "-" for ratio in told.ratio_by_third]
+    lines = [answer.text, f"  {'policy':<16}{'slots':>6}{'requests':>10}{times}{'unanswered':>12}"]
+    lines += [_row(arm) for arm in answer.arms.values()]
+    if answer.low is not None and answer.high is not None:
+        sure = f"{answer.confidence:.0%} certain at every look"
+        lines.append(f"ratio {answer.ratio:.3f} ({answer.low:.3f} to {answer.high:.3f}), {sure}")
+    thirds = [f"{ratio:.2f}x" if ratio is not None else "-" for ratio in answer.ratio_by_third]
     lines.append(
         f"by thirds of a slot: {', '.join(thirds)}. The first is not counted, because the slot "
         "before still weighs. If the other two differ much, use longer slots."
     )
-    if told.now is not None and told.slot_left_s is not None:
-        has = told.arms[told.now].policy if told.now in told.arms else told.now
-        most = f"slot {told.slot + 1} of at most {told.slots}"
-        lines.append(f"{most}: {has} decides for another {told.slot_left_s:.0f} s")
-    if told.warning:
-        lines.append(f"warning: {told.warning}")
-    lines.append(f"order of slots from seed {told.seed}")
+    if answer.now is not None and answer.slot_left_s is not None:
+        has = answer.arms[answer.now].policy if answer.now in answer.arms else answer.now
+        most = f"slot {answer.slot + 1} of at most {answer.slots}"
+        lines.append(f"{most}: {has} decides for another {answer.slot_left_s:.0f} s")
+    if answer.warning:
+        lines.append(f"warning: {answer.warning}")
+    lines.append(f"order of slots from seed {answer.seed}")
     return "\n".join(lines) + "\n"
 
 

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 
 from sglang_sbs.engine.gang_board import Word
 from sglang_sbs.engine.gang_gather import MOST_TURNS_ALONE, PAIRS_BITS, Columns, GatherBoard
-from sglang_sbs.engine.gang_hold import ARRIVAL_SHARE, MOST_UNHEARD_TURNS
+from sglang_sbs.engine.gang_hold import ARRIVAL_SHARE, MOST_UNAGREED_TURNS
 from sglang_sbs.wire.endforward import GATE_ALONE
 from sglang_sbs.wire.gangs import SIZED_RID_PREFIX, TAG_BITS, GangPart
 
@@ -191,7 +191,7 @@ def test_a_rank_that_gave_up_starts_before_it_could_say_so() -> None:
     hosts.turn()
     queue = hosts.ranks[0].queue
     queue.queue += [Req(f"lost {tag}", GangPart(tag, 1, 2)) for tag in range(60)]
-    for _ in range(GATE_TURNS + MOST_UNHEARD_TURNS + 3):
+    for _ in range(GATE_TURNS + MOST_UNAGREED_TURNS + 3):
         hosts.turn()
     assert queue.queue == []
     assert all(rank.hold._ranks.is_open for rank in hosts.ranks), "nobody was silent"
@@ -219,7 +219,7 @@ def test_processes_of_a_rank_speak_over_sockets_where_they_are_on_one_host(
 
 # Whatever comes -------------------------------------------------------------------------------
 
-BOUND_TURNS = (1 + ARRIVAL_SHARE) * GATE_TURNS + MOST_UNHEARD_TURNS + 3
+BOUND_TURNS = (1 + ARRIVAL_SHARE) * GATE_TURNS + MOST_UNAGREED_TURNS + 3
 _MOST_APART = GATE_TURNS // 3
 _MOST_IN_ONE_COLUMN = 4
 """Gangs at the same time that can tell all they have to in time, one word in a turn."""

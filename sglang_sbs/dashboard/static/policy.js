@@ -21,7 +21,7 @@ export class PolicySwitch {
     $("switch-to").replaceChildren();
     $("switch-yes").disabled = true;
     $("switching").showModal();
-    await this.told(async () => {
+    await this.showingErrors(async () => {
       const state = await this.call("GET");
       this.now = state.policy;
       const others = state.policies.filter((name) => name !== state.policy);
@@ -38,14 +38,14 @@ export class PolicySwitch {
 
   async change(policy) {
     $("switch-yes").disabled = true;
-    await this.told(async () => {
+    await this.showingErrors(async () => {
       await this.call("PUT", { policy });
       $("switching").close();
     });
     $("switch-yes").disabled = false;
   }
 
-  async told(step) {
+  async showingErrors(step) {
     $("switch-failed").textContent = "";
     try {
       await step();

@@ -126,7 +126,7 @@ class SchedulerProcess:
         await self._session.close()
 
     async def _stand(self, election: Election) -> None:
-        """Stand for election repeatedly. With rivals, wait until the workers were checked: an
+        """Stand for election repeatedly. If there are other candidates, check the workers first: an
         active scheduler that does not know them yet refuses requests that another could place."""
         if not isinstance(election, Unopposed):
             self._hub.stands = False

@@ -27,7 +27,7 @@ class _Cell(NamedTuple):
     """The subject compared with the best other policy at one load."""
 
     load: float
-    rival: str
+    other: str
     mean: Ratio
     p99: float
     why: str
@@ -49,16 +49,16 @@ def _of_panel(rows: Sequence[Row]) -> str:
     cells, sentences = [], []
     for (load,), mine in groups(rows, "load").items():
         ours = [row for row in mine if row["policy"] == subject]
-        others = {name: some for (name,), some in groups(mine, "policy").items() if _served(some)}
+        served = {name: some for (name,), some in groups(mine, "policy").items() if _served(some)}
         if not _served(ours):
             if ours:
                 sentences.append(
                     f"At load {load:g} {subject} {_unserved(ours)}, so there is no ratio."
                 )
             continue
-        rivals = {name: others[name] for name in rivals_of(subject, others)}
-        if rivals:
-            cells.append(_cell(load, ours, rivals))
+        others = {name: served[name] for name in others_of(subject, served)}
+        if others:
+            cells.append(_cell(load, ours, others))
         else:
             sentences.append(_alone(subject, load, ours))
     return " ".join([*_compared(subject, cells), *sentences]) or "Nothing was simulated."
@@ -70,7 +70,7 @@ def subject_of(rows: Sequence[Row]) -> str:
     return "sbs" if "sbs" in names else next(filter(_is_sbs, names), names[0])
 
 
-def rivals_of(subject: str, names: Sequence[str] | dict[str, list[Row]]) -> list[str]:
+def others_of(subject: str, names: Sequence[str] | dict[str, list[Row]]) -> list[str]:
     """The policies to compare with; variants of SBS only if there are no others."""
     others = [name for name in names if name != subject]
     return [name for name in others if not _is_sbs(name)] or others
@@ -103,14 +103,14 @@ def _alone(subject: str, load: float, ours: Sequence[Row]) -> str:
     )
 
 
-def _cell(load: float, ours: Sequence[Row], rivals: dict[str, list[Row]]) -> _Cell:
-    rival = min(rivals, key=lambda name: mean_of(rivals[name], "ttft_mean_s"))
-    theirs = {row["seed"]: row for row in rivals[rival]}
+def _cell(load: float, ours: Sequence[Row], others: dict[str, list[Row]]) -> _Cell:
+    other = min(others, key=lambda name: mean_of(others[name], "ttft_mean_s"))
+    theirs = {row["seed"]: row for row in others[other]}
     pairs = [(row, theirs[row["seed"]]) for row in ours if row["seed"] in theirs]
     parts = [
-        (mine, other)
+        (our_part, their_part)
         for row, beside in pairs
-        for mine, other in zip(row["ttft_parts"], beside["ttft_parts"], strict=True)
+        for our_part, their_part in zip(row["ttft_parts"], beside["ttft_parts"], strict=True)
     ]
     mean = ratio_of_means(*zip(*parts, strict=True))
     p99 = statistics.fmean(row["ttft_p99_s"] for row, _ in pairs)
@@ -118,7 +118,7 @@ def _cell(load: float, ours: Sequence[Row], rivals: dict[str, list[Row]]) -> _Ce
     computed = statistics.fmean(row["full_chunk_load"] for row in ours)
     about = Circumstances(ours[0]["policy"], True, computed, ours[0]["dp_size"])
     why = why_no_gain(about) if about.policy == "sbs" else ""
-    return _Cell(load, rival, mean, p99, "" if why.startswith("no cause") else why)
+    return _Cell(load, other, mean, p99, "" if why.startswith("no cause") else why)
 
 
 def _compared(subject: str, cells: Sequence[_Cell]) -> list[str]:
@@ -147,19 +147,19 @@ def _at_loads(cells: Sequence[_Cell]) -> str:
     ...``"""
     words: list[str] = []
     for cell in _shown(cells):
-        of = f"that of {cell.rival}" if words else f"the mean TTFT of {cell.rival}"
+        of = f"that of {cell.other}" if words else f"the mean TTFT of {cell.other}"
         words.append(f"{cell.mean.words()} {of} at load {cell.load:g}")
     return joined(words) + _more(cells, words)
 
 
 def _brief(cells: Sequence[_Cell]) -> str:
-    words = [f"{cell.load:g} ({cell.mean.words()} of {cell.rival})" for cell in _shown(cells)]
+    words = [f"{cell.load:g} ({cell.mean.words()} of {cell.other})" for cell in _shown(cells)]
     return f"at load {joined(words)}" + _more(cells, words)
 
 
 def _p99s(cells: Sequence[_Cell]) -> str:
     worst = sorted(cells, key=lambda cell: -cell.p99)[:_SHOWN_LOADS]
-    words = [f"{cell.load:g} ({cell.p99:.2f}x of {cell.rival})" for cell in worst]
+    words = [f"{cell.load:g} ({cell.p99:.2f}x of {cell.other})" for cell in worst]
     return f"at load {joined(words)}" + _more(cells, words)
 
 
@@ -194,17 +194,17 @@ def _of_capacity(rows: Sequence[Row]) -> str:
     else:
         first = f"{subject} serves {ours_qps:.4g} QPS within a mean TTFT of {slo_s:g} s"
         first += f" (chunk {chunk})"
-    rivals = rivals_of(subject, best)
-    if not rivals:
+    others = others_of(subject, best)
+    if not others:
         return f"{first}."
-    rival = max(rivals, key=lambda name: mean_of(best[name], "max_qps"))
-    theirs = {row["seed"]: row["max_qps"] for row in best[rival]}
-    theirs_qps = mean_of(best[rival], "max_qps")
+    other = max(others, key=lambda name: mean_of(best[name], "max_qps"))
+    theirs = {row["seed"]: row["max_qps"] for row in best[other]}
+    theirs_qps = mean_of(best[other], "max_qps")
     if not (ours_qps and theirs_qps):
-        return f"{first}; {rival}, the best other policy, {theirs_qps:.4g} QPS."
+        return f"{first}; {other}, the best other policy, {theirs_qps:.4g} QPS."
     pairs = [
         (row["max_qps"], theirs[row["seed"]]) for row in best[subject] if row["seed"] in theirs
     ]
     ratio = ratio_of_means([(ours, 1) for ours, _ in pairs], [(qps, 1) for _, qps in pairs])
     alike = " (no certain difference)" if ratio.low <= 1 <= ratio.high < float("inf") else ""
-    return f"{first}, {ratio.words()} the {theirs_qps:.4g} QPS of {rival}, the best other{alike}."
+    return f"{first}, {ratio.words()} the {theirs_qps:.4g} QPS of {other}, the best other{alike}."

@@ -12,7 +12,7 @@ import pytest
 from harness.sse import events_of
 from router_harness import cluster
 
-from sglang_sbs.engine.gang_hold import was_told
+from sglang_sbs.engine.gang_hold import describes_batch
 from sglang_sbs.router.engines.connection_pool import Call
 from sglang_sbs.router.prompts.engine_limits import too_long
 from sglang_sbs.router.requests.splitting import MOST_REPEATED_BYTES
@@ -79,10 +79,10 @@ async def test_the_response_id_is_marked_only_if_requests_are_batched(policy: st
             answer = await response.json()
         (request,) = c.prefill[0].requests
         assert request.rid == answer["id"]
-        told = SimpleNamespace(rid=request.rid, bootstrap_room=request.body["bootstrap_room"])
-        assert was_told(told) == is_sized(request.rid) == (policy == "sbs")
+        received = SimpleNamespace(rid=request.rid, bootstrap_room=request.body["bootstrap_room"])
+        assert describes_batch(received) == is_sized(request.rid) == (policy == "sbs")
         if policy == "sbs":
-            assert part_of_room(told.bootstrap_room).members == 1
+            assert part_of_room(received.bootstrap_room).members == 1
 
 
 async def test_a_stream_is_passed_on_and_its_tokens_are_counted() -> None:
