@@ -46,7 +46,7 @@ OFF: dict[str, tuple[float, str]] = {
     "left_out_batches": (0, ""),
     "most_divided": (0, ""),
     "most_joining": (0, ""),
-    "torn_share": (0.0, ""),
+    "split_share": (0.0, ""),
     "again_weight": (0.0, "sessions"),
     "least_hit_share": (0.0, "sessions"),
 }

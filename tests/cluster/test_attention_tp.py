@@ -121,7 +121,7 @@ async def test_gangs_start_whole_and_their_tokens_are_those_of_one_engine(rig: R
         assert [tokens for _, tokens in answers] == [answer["output_ids"] for answer in expected]
         passes = await rig.started({rid for rid, _ in answers})
         assert len(passes) == MEMBERS * DP_SIZE
-        assert len(set(passes.values())) == 1, f"a gang was torn: {passes}"
+        assert len(set(passes.values())) == 1, f"a batch was split: {passes}"
 
 
 async def test_one_process_of_each_dp_rank_sends_endforward(rig: Rig) -> None:

@@ -110,7 +110,7 @@ async def test_both_nodes_report_and_hits_are_those_predicted_also_by_a_router_t
             ]
             whole = [a_pass for a_pass in passes if len(set(a_pass.values())) == 1]
             # Without the gate none is; on a busy host a handshake may take longer than the gate.
-            assert len(whole) >= GANGS / 2, f"gangs were torn: {passes}"
+            assert len(whole) >= GANGS / 2, f"batches were split: {passes}"
 
 
 async def send_gang(http: aiohttp.ClientSession, cluster: LocalCluster, tag: int) -> set[str]:

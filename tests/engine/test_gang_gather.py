@@ -269,4 +269,4 @@ def test_ranks_never_start_a_gang_apart_unless_its_time_was_over(
         assert ready <= begun <= ready + BOUND_TURNS
     if off is None and not lost and (vote or gangs < _MOST_IN_ONE_COLUMN):
         begun_in = {(tag, started[name]) for name, tag in gang_of.items()}
-        assert len(begun_in) == gangs, "a gang was torn, though nothing was late"
+        assert len(begun_in) == gangs, "a batch was split, though nothing was late"

@@ -1,4 +1,4 @@
-"""What the scheduler learns of the network from batches that arrive torn, late, or not at all."""
+"""What the scheduler learns of the network from batches that arrive split, late, or not at all."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def learned_latencies_s(spec: ClusterSpec, qps: float, duration_s: float = 40.0)
 
 @pytest.mark.parametrize("cost", ["mixed", "table"])
 @pytest.mark.parametrize("qps", [20.0, 70.0, 140.0])
-def test_torn_batches_are_no_latency(cost: str, qps: float):
+def test_split_batches_are_no_latency(cost: str, qps: float):
     """The requests of a batch come a millisecond apart, so an idle instance starts with one of them
     and leaves the others behind for a whole pass."""
     truth_s = 0.006

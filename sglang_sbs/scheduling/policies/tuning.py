@@ -37,7 +37,7 @@ class Measured:
     """Weight of a second in which a rank computes cached tokens again, times
     load**2 / (1 - load). The barrier makes the other ranks wait for that second. With this weight,
     little more than the optimum is computed near capacity."""
-    torn_share: float = 0.05
+    split_share: float = 0.05
     """Share of batches that may be split, per pass time of lead beyond the latency. The further
     apart the requests of a batch arrive, the more it costs to wait for the last one."""
 
@@ -48,9 +48,9 @@ class Memories(Measured):
 
     lead_step: float = 0.006
     """Step of both estimates of the lead, in pass times."""
-    torn_step: float = 0.05
+    split_step: float = 0.05
     """Step of the share of a batch that an idle instance leaves behind."""
-    torn_forget_s: float = 60.0
+    split_forget_s: float = 60.0
     """Time constant with which that share is forgotten. Otherwise a policy that avoids idle
     instances, because they split batches, would never get another sample."""
     lead_leak_s: float = 30.0
@@ -144,7 +144,7 @@ class Tuning(Memories):
     few_passes: int = 10
     """Number of passes of an instance from which its predictions may show that it is slower than
     others; before, it counts as equal."""
-    torn_most_share: float = 0.25
+    split_most_share: float = 0.25
     """If idle instances leave this share of a batch behind, starts are not spaced: an instance that
     falls idle would gain nothing."""
 

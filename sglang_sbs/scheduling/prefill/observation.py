@@ -11,7 +11,7 @@ Each sample measures one thing, and misleading cases are excluded:
   could have helped, and those that joined a batch on its way, because they left later on purpose.
   If a batch was at the engine for most of the time in which nothing ran, and did not wait for
   decode, the engine paused and the instance was not idle.
-- *torn*: share of a batch of several requests that was left behind by the launch that the batch
+- *split*: share of a batch of several requests that was left behind by the launch that the batch
   itself caused on an idle instance."""
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Observation:
     """Like ``landed_s``, for requests that wait for the next pass although this one had room."""
     soonest_s: float = math.inf
     """Time from the last dispatch in the pass to its launch, an upper bound of L_net."""
-    torn: float | None = None
+    split_share: float | None = None
     """Share of a batch sent to the idle instance, among its requests for this rank, that its launch
     left behind."""
     restarted: bool = False
@@ -113,7 +113,7 @@ def observe_launch(
         for sent in in_flight
     )
     if started or missed:
-        learned.torn = missed / (started + missed)
+        learned.split_share = missed / (started + missed)
     return learned
 
 

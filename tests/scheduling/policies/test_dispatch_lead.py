@@ -15,10 +15,13 @@ PASS_S = 0.3
 
 
 def observe(
-    lead: DispatchLead, *, landed=(), idled=(), left_behind=(), torn=None, load=0.5, now_s=0.0
+    lead: DispatchLead, *, landed=(), idled=(), left_behind=(), split=None, load=0.5, now_s=0.0
 ) -> None:
     seen = Observation(
-        landed_s=list(landed), idled_s=list(idled), left_behind_s=list(left_behind), torn=torn
+        landed_s=list(landed),
+        idled_s=list(idled),
+        left_behind_s=list(left_behind),
+        split_share=split,
     )
     lead.observe(seen, now_s, ranks=8, load=load, latency_s=LATENCY_S, pass_s=PASS_S)
 
@@ -78,13 +81,13 @@ def test_what_was_sent_long_before_or_after_says_nothing():
     assert lead.lead_s(LATENCY_S) == pytest.approx(LATENCY_S + TUNING.lead_margin_s)
 
 
-def test_torn_batches_are_forgotten_where_nobody_sees_any_more_of_them():
+def test_split_batches_are_forgotten_where_nobody_sees_any_more_of_them():
     lead = DispatchLead()
     assert lead.whole == 1
     for _ in range(200):
-        observe(lead, torn=0.8)
+        observe(lead, split=0.8)
     assert lead.whole == 0
-    observe(lead, now_s=4 * TUNING.torn_forget_s)
+    observe(lead, now_s=4 * TUNING.split_forget_s)
     assert lead.whole > 0.7
 
 

@@ -121,7 +121,7 @@ def test_an_idle_instance_that_is_slow_takes_nothing_by_force():
     assert cut_of(slow, [request_of("a", 100)], waiting) == 0
 
 
-def test_where_batches_come_torn_a_fine_division_is_for_passes_that_nobody_makes(monkeypatch):
+def test_where_batches_are_split_a_fine_division_is_for_passes_that_nobody_makes(monkeypatch):
     now, later = instance("p0", 4), instance("p1", 4)
     offered = OfferedLoad()
     offered.on_topology_change([now, later])

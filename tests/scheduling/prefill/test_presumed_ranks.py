@@ -106,7 +106,7 @@ def test_the_ranks_own_message_confirms_and_its_samples_are_those_without_any_pr
         assert rig.state(1) == (["late"], 0)
         assert not rig.books.ranks[1].presumed
     assert learned[0] == learned[1]
-    assert learned[0].torn == 0.5
+    assert learned[0].split_share == 0.5
 
 
 def test_the_ranks_own_message_contradicts():
@@ -322,7 +322,7 @@ def test_a_launch_heard_after_the_end_of_its_pass_says_nothing_of_who_was_late_f
         rig.hear(ended[0])
     rig.now_s += 0.05
     learned = rig.hear(launched[1])
-    assert (learned.torn is not None) is not over
+    assert (learned.split_share is not None) is not over
     assert bool(learned.latencies_s) is not over
 
 

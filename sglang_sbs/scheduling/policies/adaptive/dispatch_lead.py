@@ -31,10 +31,10 @@ class DispatchLead:
         self._idle_s = 0.0
         self.left_behind_s = 0.0
         """The estimate from split batches."""
-        self._torn_share = 0.0
+        self._split_share = 0.0
         """Usual share of a batch that an idle instance leaves behind: requests arrive one by one,
         and the engine starts with the first."""
-        self._torn_s = 0.0
+        self._split_s = 0.0
         """When that share was last updated."""
         self._leaked_s = 0.0
         """When the left-behind estimate last fell."""
@@ -50,7 +50,7 @@ class DispatchLead:
     @property
     def whole(self) -> float:
         """Confidence that a batch starts whole on an idle instance, 0 to 1."""
-        return max(0.0, 1 - self._torn_share / TUNING.torn_most_share)
+        return max(0.0, 1 - self._split_share / TUNING.split_most_share)
 
     def observe(
         self,
@@ -73,10 +73,10 @@ class DispatchLead:
             latency_s: L_net.
             pass_s: mean forward time.
         """
-        self._torn_share *= math.exp(-(now_s - self._torn_s) / TUNING.torn_forget_s)
-        self._torn_s = now_s
-        if seen.torn is not None:
-            self._torn_share += TUNING.torn_step * (seen.torn - self._torn_share)
+        self._split_share *= math.exp(-(now_s - self._split_s) / TUNING.split_forget_s)
+        self._split_s = now_s
+        if seen.split_share is not None:
+            self._split_share += TUNING.split_step * (seen.split_share - self._split_share)
         lead_s = self.lead_s(latency_s)
         self._leak(latency_s, now_s)
         landed = sum([s <= 2 * lead_s for s in seen.landed_s])
@@ -86,14 +86,14 @@ class DispatchLead:
         if count == 0:
             return  # as most reports
         beyond_s = max(TUNING.lead_margin_s, self.left_behind_s - latency_s)
-        torn_share = TUNING.torn_share * beyond_s / pass_s
+        split_share = TUNING.split_share * beyond_s / pass_s
         idle_share = (1 - load) / (2 - load)
         least_s = latency_s + TUNING.lead_margin_s
         most_s = max(least_s, pass_s)
         idle_step_s = TUNING.lead_step * pass_s * (idled / count - idle_share)
-        torn_step_s = TUNING.lead_step * pass_s * ((left_behind > 0) - torn_share / max(1, ranks))
+        split_step_s = TUNING.lead_step * pass_s * ((left_behind > 0) - split_share / max(1, ranks))
         self._idle_s = _stepped(self._idle_s, idle_step_s, least_s, most_s)
-        self.left_behind_s = _stepped(self.left_behind_s, torn_step_s, least_s, most_s)
+        self.left_behind_s = _stepped(self.left_behind_s, split_step_s, least_s, most_s)
 
     def _leak(self, latency_s: float, now_s: float) -> None:
         """Lower the left-behind estimate with time, because few messages report a split batch."""
