@@ -1,6 +1,6 @@
 """Every EndForward message of the engines, whichever router is in front of them.
 
-Engines are told an address here beside the router's (``SGLANG_SBS_ROUTERS``).
+Engines get an address here beside the router's (``SGLANG_SBS_ROUTERS``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TIMEOUT = aiohttp.ClientTimeout(total=10)
 _QUEUED_MESSAGES = 100_000
 
 
-class Heard(msgspec.Struct, frozen=True):
+class ReceivedMessage(msgspec.Struct, frozen=True):
     """A message and when it came, seconds of this process's monotonic clock."""
 
     at_s: float
@@ -47,7 +47,7 @@ class ReportListener:
         self._context: zmq.asyncio.Context = zmq.asyncio.Context.shadow(self._plain)
         self._gatekeeper = None if keys is None else Gatekeeper(self._plain, keys)
         self._socket: zmq.asyncio.Socket = self._context.socket(zmq.SUB)
-        self._heard: list[Heard] = []
+        self._received: list[ReceivedMessage] = []
         self._task: asyncio.Task[None] | None = None
         self._socket.setsockopt(zmq.SUBSCRIBE, TOPIC)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -76,25 +76,25 @@ class ReportListener:
             self._gatekeeper.close()
         self._plain.term()
 
-    def take(self) -> list[Heard]:
+    def take(self) -> list[ReceivedMessage]:
         """What came since the last call."""
-        heard, self._heard = self._heard, []
-        return heard
+        received, self._received = self._received, []
+        return received
 
     async def _listen(self) -> None:
         while True:
             frames = await self._socket.recv_multipart()
             with suppress(MalformedMessage, ValueError):
-                self._heard.append(Heard(monotonic(), decode_endforward(frames)))
+                self._received.append(ReceivedMessage(monotonic(), decode_endforward(frames)))
 
 
-def engine_clocks(heard: Sequence[Heard]) -> dict[str, float]:
+def engine_clocks(received: Sequence[ReceivedMessage]) -> dict[str, float]:
     """What to add to an engine's clock to have ours, by ``boot_id``.
 
     The quickest message has the least delay in it; on one host the clocks are the same one.
     """
     offsets: dict[str, float] = {}
-    for message in heard:
+    for message in received:
         report = message.report
         if report.kind == "forward" and report.end_s:
             offset_s = message.at_s - report.age_s - report.end_s

@@ -83,7 +83,7 @@ _SIGNALS: dict[str, dict[str, Any]] = {
     "EndForward lost 50 %": {"endforward_loss": 0.5},
     "EndForward 50 ms late": {"endforward_delay_s": 0.05},
     "lengths wrong by 30 %": {"length_error": 0.3},
-    "lengths told twice too long": {"length_factor": 2.0},
+    "lengths reported twice too long": {"length_factor": 2.0},
 }
 
 _CONDITIONS: dict[str, list[list[Cell]]] = {

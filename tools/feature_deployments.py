@@ -61,12 +61,12 @@ def recorded(answers: Answers) -> ClusterFacts:
         engine.info = parse_server_info(data, role)
         engine.closed_kv_ports = answer["closed_kv_ports"]
         engines.append(engine)
-    told = {name: answers[name] for name in ("workers", "state", "options")}
-    return ClusterFacts(parse_options(words), engines, router=RouterFacts(ROUTER, **told))
+    of_router = {name: answers[name] for name in ("workers", "state", "options")}
+    return ClusterFacts(parse_options(words), engines, router=RouterFacts(ROUTER, **of_router))
 
 
 def made_up(changes: Answers) -> Answers:
-    """The answers of one machine, changed. Without the plugin no rank is heard."""
+    """The answers of one machine, changed. Without the plugin no rank reports."""
     answers: Answers = orjson.loads(record_path("one machine").read_bytes())
     for engine in answers["engines"]:
         engine["server_info"] |= changes
@@ -82,8 +82,8 @@ def judged() -> dict[str, dict[str, FeatureRow]]:
     answers = {name: orjson.loads(record_path(name).read_bytes()) for name in RECORDED}
     answers |= {name: made_up(changes) for name, changes in MADE_UP.items()}
     return {
-        name: {row.id: row for row in feature_rows(recorded(told))}
-        for name, told in answers.items()
+        name: {row.id: row for row in feature_rows(recorded(answer))}
+        for name, answer in answers.items()
     }
 
 

@@ -98,7 +98,7 @@ def kept(value: Any) -> Any:
 
 
 def plan_of(kind: Kind, folder: Path) -> tuple[ClusterPlan, list[str]]:
-    """The cluster, and what the doctor is told beside its router's URL."""
+    """The cluster, and the doctor's flags beside its router's URL."""
     key = folder / "key"
     key.write_text("0123456789abcdef" * 4)
     blocks = free_port_blocks(PORTS_PER_INSTANCE)
@@ -127,9 +127,9 @@ def plan_of(kind: Kind, folder: Path) -> tuple[ClusterPlan, list[str]]:
     second = f"tcp://127.0.0.1:{spare + 1}"  # of a router that is not there
 
     def with_second(process: Any) -> Any:
-        told = dict(process.environment)
-        told["SGLANG_SBS_ROUTERS"] += f",{second}"
-        return dataclasses.replace(process, environment=told)
+        environment = dict(process.environment)
+        environment["SGLANG_SBS_ROUTERS"] += f",{second}"
+        return dataclasses.replace(process, environment=environment)
 
     instances = tuple(
         with_second(

@@ -39,7 +39,7 @@ Site = Callable[[argparse.Namespace, Callable[[Progress], None]], AbstractAsyncC
 
 @dataclass(frozen=True)
 class Kind:
-    """What is broken. ``seconds``, ``qps``, ``prefill`` and ``out``: unless told otherwise."""
+    """What is broken. ``seconds``, ``qps``, ``prefill`` and ``out`` are defaults of flags."""
 
     faults: Mapping[str, Any]
     site: Site
@@ -54,7 +54,7 @@ class Kind:
 
 ENGINES = Kind(
     faults.BY_NAME,
-    lambda args, told: run.running_site(args.prefill, args.out, told, args.attention_tp),
+    lambda args, progress: run.running_site(args.prefill, args.out, progress, args.attention_tp),
     run.run_fault,
     tables.OF_ENGINES,
     seconds=10.0,
@@ -65,7 +65,7 @@ ENGINES = Kind(
 )
 SCHEDULERS = Kind(
     ha_faults.BY_NAME,
-    lambda args, told: running_ha_site(args.prefill, args.out, told, args.election),
+    lambda args, progress: running_ha_site(args.prefill, args.out, progress, args.election),
     ha_run.run_fault,
     tables.OF_SCHEDULERS,
     seconds=6.0,

@@ -110,7 +110,7 @@ class Campaign:
 
         Raises:
             ClusterStartError: engines did not come up.
-            UnheardError: their EndForward messages do not arrive.
+            MissingReportsError: their EndForward messages do not arrive.
         """
         scope = self.scope
         async with _Runner(self) as runner:

@@ -35,7 +35,7 @@ TIMEOUT = aiohttp.ClientTimeout(total=120)
 class TokenReport:
     prompts: int
     pairs: int
-    """Prefill x decode DP rank pairs that served at least one, and told of their passes."""
+    """Prefill x decode DP rank pairs that served at least one, and reported their passes."""
     difference: str
     """The first difference, empty if there is none."""
 
@@ -50,7 +50,7 @@ async def match_tokens(
     """1P1D with real compute and SBS, and one engine without PD, on the same prompts.
 
     Sends prompts in bursts until every pair of a prefill and a decode DP rank has served some, and
-    each rank has told of a pass.
+    each rank has reported a pass.
     ``prefill_flags`` are SGLang's.
     """
     blocks = free_port_blocks(PORTS_PER_INSTANCE)
@@ -96,7 +96,7 @@ async def match_tokens(
                     break
         pairs = len(covered())
     if not difference and pairs < DP_SIZE * DP_SIZE:
-        difference = f"only {pairs} rank pairs were used and heard of in {len(prompts)} prompts"
+        difference = f"only {pairs} rank pairs were used and reported in {len(prompts)} prompts"
     return TokenReport(len(prompts), pairs, difference)
 
 

@@ -123,7 +123,7 @@ async def measure(case: Case, console: Console, log: Path) -> Result:
     ):
         others = {"engines": [fleet.process.pid], "clients": [os.getpid()]}
         idle = await router.read(others)
-        console.print(f"  {shape.ranks} ranks heard; opening {case.streams} streams", style="dim")
+        console.print(f"  {shape.ranks} ranks report; opening {case.streams} streams", style="dim")
         clients = Clients(router.port)
         await clients.hold(case.streams, case.open_per_s)
         await asyncio.sleep(_SETTLE_S)
@@ -144,7 +144,7 @@ async def measure(case: Case, console: Console, log: Path) -> Result:
     took_s = after.at_s - before.at_s
     notes = clients.notes
     gaps_s = [gap - case.token_s for gap in notes.gaps_s]
-    heard = _grown(before, after, "sbs_endforward_messages_total")
+    received = _grown(before, after, "sbs_endforward_messages_total")
     kinds = {
         dict(labels)["event"] for (n, labels) in after.series if n == "sbs_decision_seconds_sum"
     }
@@ -153,7 +153,7 @@ async def measure(case: Case, console: Console, log: Path) -> Result:
         case=case,
         instances=len(shape.prefill) + len(shape.decode),
         reports_sent_per_s=(counts.reports - before_counts.reports) / took_s,
-        reports_handled_per_s=sum(heard.values()) / took_s,
+        reports_handled_per_s=sum(received.values()) / took_s,
         reports_dropped=counts.dropped_reports,
         in_flight=in_flight,
         sent=notes.sent,

@@ -137,7 +137,7 @@ async def running_router(
     *,
     tcp: bool = False,
 ) -> AsyncIterator[ScaledRouter]:
-    """Ready: every engine has been described, and every rank of it has been heard.
+    """Ready: every engine has been described, and every rank of it has reported.
 
     ``tcp``: its scheduler is a process of its own, over TCP with encryption, as on another machine.
 
@@ -171,21 +171,23 @@ async def running_router(
         argv = contender.command(*known, port, free_ports(1)[0] if tcp else metrics_port)
         process = await stack.enter_async_context(serving(contender, argv, port, output))
         router = ScaledRouter(port, metrics_port, process.pid, scheduler)
-        await _until_heard(router, shape)
+        await _until_reported(router, shape)
         yield router
 
 
-async def _until_heard(router: ScaledRouter, shape: FleetShape) -> None:
+async def _until_reported(router: ScaledRouter, shape: FleetShape) -> None:
     limit_s = time.monotonic() + _READY_S
     while time.monotonic() < limit_s:
         reading = Reading(0.0, {}, {})
         await router.scrape(reading)
-        heard = sum(name == "sbs_endforward_messages_total" for name, _ in reading.series)
+        reported = sum(name == "sbs_endforward_messages_total" for name, _ in reading.series)
         healthy = sum(v for (name, _), v in reading.series.items() if name == "smg_worker_health")
-        if heard == shape.ranks and healthy == len(shape.prefill) + len(shape.decode):
+        if reported == shape.ranks and healthy == len(shape.prefill) + len(shape.decode):
             return
         await asyncio.sleep(0.5)
-    raise RuntimeError(f"the router heard {heard} of {shape.ranks} ranks in {_READY_S:g} s")
+    raise RuntimeError(
+        f"the router received reports of {reported} of {shape.ranks} ranks in {_READY_S:g} s"
+    )
 
 
 def _memory_bytes(pid: int) -> int:

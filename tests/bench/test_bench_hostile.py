@@ -35,7 +35,7 @@ def test_a_case_gives_a_row(tmp_path: Path) -> None:
     assert 400_000 < bomb["sent_bytes"] < 600_000
 
 
-def test_what_is_no_case_is_told() -> None:
+def test_an_unknown_case_is_reported() -> None:
     result = run("--cases", "nonsense")
     assert result.returncode == 2
     assert "no case nonsense" in result.stderr

@@ -144,9 +144,9 @@ def test_a_case_that_fails_leaves_the_earlier_ones(
     monkeypatch.setattr(command, "measure", measure)
     path = tmp_path / "new" / "scale.json"
     assert main(["--ranks", "16,32,64", "--json", str(path)]) == status
-    told = capsys.readouterr().out
-    assert "| DP ranks (instances) | 16 (1) |" in told
-    assert "what the router said [/]" in told
+    printed = capsys.readouterr().out
+    assert "| DP ranks (instances) | 16 (1) |" in printed
+    assert "what the router said [/]" in printed
     written = json.loads(path.read_text())
     assert [case["case"]["ranks"] for case in written["cases"]] == [16]
     assert written["stopped"] == f"32 ranks: {str(failure) or 'interrupted'}"

@@ -16,7 +16,7 @@ from benchmarks.compare_routers.results import report
 from benchmarks.compare_routers.results.measure import computed_tokens
 from benchmarks.compare_routers.runs.agents_client import Played, play
 from benchmarks.compare_routers.workloads import TurnWords
-from benchmarks.listener import Heard
+from benchmarks.listener import ReceivedMessage
 from sglang_sbs.wire import EndForward
 
 CHUNK = 1024
@@ -115,18 +115,18 @@ async def test_agents_go_on_after_a_failure() -> None:
 
 
 def test_what_prefill_computed_is_what_its_passes_had() -> None:
-    def heard(kind: str, role: str, boot: str, tokens: int) -> Heard:
+    def message_of(kind: str, role: str, boot: str, tokens: int) -> ReceivedMessage:
         report = EndForward(
             instance_id="", boot_id=boot, role=role, dp_rank=0, dp_size=1, seq=1, kind=kind
         )
-        return Heard(0.0, replace(report, extend_tokens=tokens))
+        return ReceivedMessage(0.0, replace(report, extend_tokens=tokens))
 
     messages = [
-        heard("launch", "prefill", "a", 100),
-        heard("forward", "prefill", "a", 100),
-        heard("launch", "prefill", "b", 20),
-        heard("launch", "decode", "d", 3),
-        heard("launch", "prefill", "stranger", 500),
+        message_of("launch", "prefill", "a", 100),
+        message_of("forward", "prefill", "a", 100),
+        message_of("launch", "prefill", "b", 20),
+        message_of("launch", "decode", "d", 3),
+        message_of("launch", "prefill", "stranger", 500),
     ]
     assert computed_tokens(messages, {"a": "p0", "b": "p1", "d": "d0"}) == 120
 

@@ -1,4 +1,4 @@
-"""The relay around Dynamo's selection: what Dynamo is told, and what engines get."""
+"""The relay around Dynamo's selection: what Dynamo receives, and what engines get."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Selection:
     def __init__(self) -> None:
         self.workers: list[dict[str, Any]] = []
         self.reserved: dict[str, dict[str, Any]] = {}
-        self.told: list[tuple[str, str]] = []
+        self.calls: list[tuple[str, str]] = []
 
     async def upsert_worker(self, worker: dict[str, Any]) -> None:
         self.workers.append(worker)
@@ -31,10 +31,10 @@ class Selection:
         return {"endpoint": mine[-1]["endpoint"], "dp_rank": 1}
 
     async def prefill_complete(self, name: str) -> None:
-        self.told.append(("prefilled", name))
+        self.calls.append(("prefilled", name))
 
     async def free_reservation(self, name: str) -> None:
-        self.told.append(("freed", name))
+        self.calls.append(("freed", name))
         del self.reserved[name]
 
 
@@ -97,7 +97,7 @@ async def test_engines_get_the_ranks_that_dynamo_chose_and_it_hears_what_became_
     assert [worker["data_parallel_size"] for worker in selection.workers] == [4, 4]
     assert [worker["total_kv_blocks"] for worker in selection.workers] == [100, 100]
     assert selection.reserved == {}
-    names = {name.partition("-")[0] for what, name in selection.told if what == "prefilled"}
+    names = {name.partition("-")[0] for what, name in selection.calls if what == "prefilled"}
     assert names == {"prefill"}
 
 

@@ -71,7 +71,7 @@ def test_a_contender_that_fails_is_marked(tmp_path: Path) -> None:
     assert text.count("| smg (fails) |") == text.count("(fails)") == 1
 
 
-# ---- what is told
+# ---- what is reported
 
 
 def test_a_run_that_succeeded_later_is_no_failure() -> None:
@@ -134,7 +134,7 @@ class Attempts:
             pass
 
         monkeypatch.setattr(cell, "_running", running)
-        monkeypatch.setattr(cell, "_check_hearing", no_check)
+        monkeypatch.setattr(cell, "_check_reports", no_check)
         monkeypatch.setattr(cell, "run_load", self._answered)
 
     async def _answered(self, _url: str, sent: list[Arrival], **_: object) -> list[Sample]:

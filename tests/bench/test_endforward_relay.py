@@ -77,7 +77,7 @@ async def test_loses_all_and_then_none(line: Line) -> None:
     assert await line.arrived(1) == [99]
 
 
-async def test_loses_about_the_share_it_is_told(line: Line) -> None:
+async def test_loses_about_the_share_it_is_given(line: Line) -> None:
     line.relay.disturbance = Disturbance(lost=0.5)
     before = line.relay.sent
     await line.pass_on(400)

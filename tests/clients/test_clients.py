@@ -263,7 +263,7 @@ async def test_langchain_gets_the_engines_answers(sides: Sides, responses: bool)
     from langchain_core.exceptions import ContextOverflowError
     from langchain_openai import ChatOpenAI
 
-    told: list[Any] = []
+    answers: list[Any] = []
     for url in (sides.router, sides.direct):
         chat = ChatOpenAI(
             base_url=f"{url}/v1", api_key="any", model=openai_side.MODEL, temperature=0.0,
@@ -272,9 +272,9 @@ async def test_langchain_gets_the_engines_answers(sides: Sides, responses: bool)
         )  # fmt: skip
         whole = await chat.ainvoke("Köln? 天気")
         streamed = [chunk.text async for chunk in chat.astream("Köln? 天気")]
-        told.append((whole.text, "".join(streamed)))
+        answers.append((whole.text, "".join(streamed)))
         if url == sides.router:
             with pytest.raises(ContextOverflowError):
                 await chat.ainvoke(LONG)
-    assert told[0] == told[1]
-    assert told[0][0] == told[0][1] != ""
+    assert answers[0] == answers[1]
+    assert answers[0][0] == answers[0][1] != ""

@@ -25,10 +25,10 @@ async def test_each_rank_makes_passes_of_its_own_and_no_token_differs(tmp_path: 
     for record in read_event_log(tmp_path / "token-match.events"):
         if not isinstance(record.event, ForwardEnded):
             continue
-        told = record.event.report
-        if told.role == "prefill" and told.kind == "forward" and told.extend_tokens:
-            assert not told.barrier
-            ends[told.dp_rank][told.forward_id] = told.end_s
+        message = record.event.report
+        if message.role == "prefill" and message.kind == "forward" and message.extend_tokens:
+            assert not message.barrier
+            ends[message.dp_rank][message.forward_id] = message.end_s
     first, second = ends.values()
     assert first and second, "both ranks computed prompts"
     # With a barrier a pass with a lower number is over first, on whichever rank.

@@ -100,13 +100,13 @@ async def test_arrivals_lengths_and_placement_are_what_was_sent(
         for request in r.started
         if r.role == "prefill"
     }
-    told_s = {
+    arrived_s = {
         request.rid: request.arrived_s
         for r in reports
         for request in r.accepted
         if r.role == "prefill"
     }
-    waited_outside_s = [queued_s[rid] - told_s[rid] for rid in told_s]
+    waited_outside_s = [queued_s[rid] - arrived_s[rid] for rid in arrived_s]
     assert max(waited_outside_s) > 0.1
     tokens = sum(r.extend_tokens for r in reports if r.kind == "forward" and r.role == "prefill")
     # A health check of the router is a token in a pass, and no request.

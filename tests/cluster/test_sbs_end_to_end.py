@@ -68,7 +68,7 @@ class Served:
 async def served(
     tmp_path: Path, *, plugin: bool = True, prefill: int = 1, router_flags: tuple[str, ...] = ()
 ) -> AsyncIterator[Served]:
-    """Virtual-GPU engines and a router with SBS, which is not told whether there is a plugin."""
+    """Virtual-GPU engines and a router with SBS; no flag says whether there is a plugin."""
     blocks = free_port_blocks(PORTS_PER_INSTANCE)
     first = next(blocks)
     ports = RouterPorts(http=first, endforward=first + 1, prometheus=first + 2)

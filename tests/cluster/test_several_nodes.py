@@ -78,10 +78,10 @@ async def test_both_nodes_report_and_hits_are_those_predicted_also_by_a_router_t
         )
         exactly(await site.outcomes(CONVERSATIONS * TURNS, since_s))
         records = site.records()
-        heard = [r.event.report for r in records if isinstance(r.event, ForwardEnded)]
+        received = [r.event.report for r in records if isinstance(r.event, ForwardEnded)]
         prefill = {
             (message.dp_rank, message.boot_id): message
-            for message in heard
+            for message in received
             if message.role == "prefill"
         }
         assert {rank for rank, _ in prefill} == set(range(RANKS))

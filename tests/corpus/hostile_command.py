@@ -69,8 +69,8 @@ async def fuzz(kind: str, seconds: float, seed: int, keep: Path | None) -> tuple
                     _keep(given, keep)
                 if time.monotonic() > tell_s:
                     left = max(0.0, end_s - time.monotonic())
-                    told = f"{kind}: {tried} tried, {faulty} with faults, {left:.0f} s left"
-                    print(told, file=sys.stderr)
+                    progress = f"{kind}: {tried} tried, {faulty} with faults, {left:.0f} s left"
+                    print(progress, file=sys.stderr)
                     tell_s += 5.0
                 if found or time.monotonic() >= end_s:
                     break

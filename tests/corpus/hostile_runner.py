@@ -261,9 +261,9 @@ class EndForwardStage(Stage):
         endpoint = str(server.endforward_endpoint)
         for engine in (self._liar, self._witness):
             engine.connect_publisher(endpoint)
-            await self._heard(engine)
+            await self._until_received(engine)
 
-    async def _heard(self, engine: MockEngine) -> None:
+    async def _until_received(self, engine: MockEngine) -> None:
         """The router has taken in all that this engine sent before."""
         counts, socket_s = self._listener.counts, 0.05
         before = counts["bound"]
@@ -292,7 +292,7 @@ class EndForwardStage(Stage):
         assert self._liar._publisher is not None
         for _ in range(given.fields.get("times", 1)):
             self._liar._publisher.send_multipart(frames)
-        await self._heard(self._liar)
+        await self._until_received(self._liar)
         fate = given.expected.get("fate")
         if fate is not None and fate != "bound" and counts[fate] <= before.get(fate, 0):
             changed = {k: n - before.get(k, 0) for k, n in counts.items() if n != before.get(k, 0)}

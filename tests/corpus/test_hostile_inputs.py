@@ -47,7 +47,7 @@ async def test_a_hostile_input_ends_once_and_as_expected(stages: Stages, given: 
     assert await (await stages.of(given.kind)).faults(given) == []
 
 
-def test_parsers_that_read_differently_are_told() -> None:
+def test_parsers_that_read_differently_are_reported() -> None:
     first, other = ("POST", "/generate", b"x"), ("POST", "/generate", b"y")
     refused, waiting = Reading([first], ended=True), Reading([first])
     assert difference("a", Reading([first]), "b", Reading([other]))
@@ -97,7 +97,7 @@ def test_the_script_tries_inputs_and_counts_them(tmp_path: Path) -> None:
     assert row["faulty"] == 0
 
 
-def test_a_kind_there_is_not_is_told() -> None:
+def test_an_unknown_kind_is_reported() -> None:
     result = subprocess.run(
         [sys.executable, str(SCRIPT), "--kinds", "smoke"],
         capture_output=True,

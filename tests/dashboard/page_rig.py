@@ -59,11 +59,11 @@ async def open_page(browser: Browser, port: int, **context: Any) -> tuple[Page, 
     expect.set_options(timeout=PATIENCE_MS)
     complaints: list[str] = []
 
-    def heard(message: Any) -> None:
+    def on_console(message: Any) -> None:
         if message.type in ("error", "warning"):
             complaints.append(message.text)
 
-    page.on("console", heard)
+    page.on("console", on_console)
     page.on("pageerror", lambda error: complaints.append(str(error)))
     await page.goto(f"http://127.0.0.1:{port}/dashboard")
     return page, complaints

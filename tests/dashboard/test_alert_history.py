@@ -1,4 +1,4 @@
-"""Alerts of the last hour: from when to when, bounded, and still told when the trouble is over."""
+"""Alerts of the last hour: from when to when, bounded, and still shown when the trouble is over."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SLOW = Alert("warning", "slow_ttft", "", "TTFT is slow: p95 3 s", "add capacity"
 DOWN = Alert("critical", "down", "http://p0:1", "this prefill instance is down", "see its log")
 
 
-def test_an_alert_that_is_over_is_told_with_its_times() -> None:
+def test_an_alert_that_is_over_is_shown_with_its_times() -> None:
     history = AlertHistory()
     history.update(10.0, [SLOW])
     history.update(11.0, [SLOW, DOWN])
@@ -85,8 +85,8 @@ def test_frames_tell_of_the_past_when_it_changes_and_histories_always() -> None:
     assert [alert["kind"] for alert in over["past"]] == ["no_decode"]
     assert "past" not in down
     assert "past" not in later
-    (told,) = recorder.history(8.0)["past"]
-    assert (told["began_s"], told["ended_s"]) == (2.0, 4.0)
+    (past,) = recorder.history(8.0)["past"]
+    assert (past["began_s"], past["ended_s"]) == (2.0, 4.0)
 
 
 def test_alerts_are_recorded_while_no_dashboard_is_open() -> None:

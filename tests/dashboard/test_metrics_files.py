@@ -158,7 +158,7 @@ async def test_a_live_router_on_mock_engines_exports_all_of_it(
         for engine in engines:
             engine.connect_publisher(running.server.endforward_endpoint)
 
-        def heard() -> bool:
+        def received() -> bool:
             """Says it again: what is published before the connection stands is lost."""
             for engine in engines:
                 for rank in range(engine.dp_size):
@@ -167,7 +167,7 @@ async def test_a_live_router_on_mock_engines_exports_all_of_it(
             instances = (*snapshot.prefill, *snapshot.decode)
             return all(rank.age_s is not None for instance in instances for rank in instance.ranks)
 
-        await until(heard)
+        await until(received)
         status, _ = await running.generate(text="hello", sampling_params={"max_new_tokens": 2})
         assert status == 200
         url = f"http://127.0.0.1:{running.server.prometheus_port}/metrics"

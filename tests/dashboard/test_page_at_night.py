@@ -37,7 +37,7 @@ async def test_a_lost_router_is_no_green_page(browser: Browser) -> None:
     await expect(page.locator("#board")).to_have_class("old")
 
 
-async def test_past_alerts_are_told_with_their_times_and_on_a_strip(browser: Browser) -> None:
+async def test_past_alerts_are_shown_with_their_times_and_on_a_strip(browser: Browser) -> None:
     feed = ScriptedFeed()
     hour = {"time_s": 1_800_000_000.0, "now_s": 5000.0}
     past = [past_of(began_s=3000.0, ended_s=3130.0, times=3)]

@@ -220,7 +220,7 @@ async def test_a_burst_is_no_reason_to_drop_who_reads() -> None:
         assert len(dashboard.watchers) == 1
 
 
-async def test_too_many_watchers_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_too_many_watchers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "MAX_WATCHERS", 2)
     async with cluster() as running:
         first = await running.get("/dashboard/events")

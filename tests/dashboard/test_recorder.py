@@ -187,17 +187,17 @@ def kinds(scheduler: Scheduler, now_s: float, recent: Recent | None = None) -> l
     return [alert.kind for alert in alerts]
 
 
-def heard(role: str, rank: int, seq: int = 0) -> ForwardEnded:
+def idle_report(role: str, rank: int, seq: int = 0) -> ForwardEnded:
     name = P0 if role == "prefill" else D0
     said = report(role=role, dp_rank=rank, kind="idle", boot_id=role, seq=seq)
     return ForwardEnded(instance=name, report=said)
 
 
-ALL_HEARD = [(heard(role, rank), 1.0) for role in ("prefill", "decode") for rank in (0, 1)]
+ALL_REPORTED = [(idle_report(role, rank), 1.0) for role in ("prefill", "decode") for rank in (0, 1)]
 
 
 def test_a_healthy_cluster_has_no_alerts() -> None:
-    assert kinds(scheduler_with(*ALL_HEARD), 2.0) == []
+    assert kinds(scheduler_with(*ALL_REPORTED), 2.0) == []
 
 
 def test_an_instance_that_becomes_slow_is_named() -> None:
@@ -228,7 +228,7 @@ def test_an_instance_that_becomes_slow_is_named() -> None:
 
 
 def test_attempts_that_fail_on_one_instance_name_it() -> None:
-    recorder = DashboardRecorder(scheduler_with(*ALL_HEARD), 0.0)
+    recorder = DashboardRecorder(scheduler_with(*ALL_REPORTED), 0.0)
 
     def over(count: int, outcome: str, prefill: str, decode: str, now_s: float) -> None:
         decision = Dispatch(
@@ -270,7 +270,7 @@ def test_instances_are_in_the_order_of_the_command_line() -> None:
 
 
 def test_ranks_that_fall_silent() -> None:
-    scheduler = scheduler_with(*ALL_HEARD, (heard("prefill", 0, seq=1), 9.0))
+    scheduler = scheduler_with(*ALL_REPORTED, (idle_report("prefill", 0, seq=1), 9.0))
     alerts = find_alerts(scheduler.snapshot(9.5), scheduler.config, Recent())
     assert [(alert.kind, alert.subject) for alert in alerts] == [("stale", P0), ("stale", D0)]
     assert alerts[0].text.startswith("1 of 2 DP ranks")
@@ -278,13 +278,13 @@ def test_ranks_that_fall_silent() -> None:
 
 
 def test_instances_that_are_down() -> None:
-    down = scheduler_with(*ALL_HEARD, (InstanceDown(instance=D0), 1.0))
+    down = scheduler_with(*ALL_REPORTED, (InstanceDown(instance=D0), 1.0))
     assert kinds(down, 1.0) == ["no_decode"]
 
 
 def test_a_queue_near_its_limit_and_flow_control() -> None:
     arrivals = [(RequestArrived(rid=str(i), prompt_tokens=400), 1.0) for i in range(40)]
-    scheduler = scheduler_with(*ALL_HEARD, *arrivals, max_queue_requests=40)
+    scheduler = scheduler_with(*ALL_REPORTED, *arrivals, max_queue_requests=40)
     waiting = scheduler.snapshot(1.0).queue_requests
     limit = SchedulerConfig(max_queue_requests=int(waiting / 0.8))
     assert [a.kind for a in find_alerts(scheduler.snapshot(1.0), limit, Recent())] == ["queue"]
@@ -298,12 +298,12 @@ def test_what_the_last_minute_tells() -> None:
         scheduler_errors=1,
         alone=True,
     )
-    found = kinds(scheduler_with(*ALL_HEARD), 2.0, recent)
+    found = kinds(scheduler_with(*ALL_REPORTED), 2.0, recent)
     assert sorted(found) == ["alone", "problem", "refused", "scheduler_errors", "watchdog"]
     assert found[:3] == ["alone", "watchdog", "scheduler_errors"], "critical ones first"
 
 
-def test_a_fallback_tier_is_told_only_where_feedback_matters() -> None:
+def test_a_fallback_tier_is_shown_only_where_feedback_matters() -> None:
     silence = (RequestArrived(rid="a", prompt_tokens=10), 2.0)
     answer = (PrefillDone(rid="a"), 2.5)
     events = (silence, (TimerFired(), 2.3), answer)
@@ -318,7 +318,7 @@ class Watched:
     """A scheduler with a recorder, as the pump has them."""
 
     def __init__(self, now_s: float = 1.0, **config: Any) -> None:
-        self.scheduler = scheduler_with(*ALL_HEARD, **config)
+        self.scheduler = scheduler_with(*ALL_REPORTED, **config)
         self.recorder = DashboardRecorder(self.scheduler, now_s)
 
     def handle(self, event: Event, now_s: float) -> list[Command]:

@@ -63,7 +63,7 @@ def test_top_names_what_it_leaves_out() -> None:
     assert "lines more: a higher terminal shows them" in lines[-1]
 
 
-def test_ranks_that_never_reported_are_told_from_silent_and_busy_ones() -> None:
+def test_ranks_that_never_reported_are_distinguished_from_silent_and_busy_ones() -> None:
     frame = frame_of(1, 1, dp_size=4)
     instance = frame["prefill"][0]
     instance["age"] = [0.1, 9.0, None, 0.1]
@@ -184,7 +184,7 @@ async def test_the_key_comes_from_the_flag_or_the_environment(
         assert await run(*where) == 0
 
 
-def test_no_router_and_bad_flags_are_told_plainly(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_router_and_bad_flags_are_reported_plainly(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--router", "http://127.0.0.1:9", "--once"]) == 1
     assert "is the router there?" in capsys.readouterr().err
     for flags in (["--router", "localhost:30000"], ["--once", "--for", "-1"]):

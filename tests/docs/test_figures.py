@@ -126,10 +126,10 @@ def test_the_simulator_s_fidelity_covers_every_run() -> None:
     at_06 = [float(x) for x in re.findall(r"\| ([\d.]+) \(", table)]
     at_09 = [float(x) for x in re.findall(r"\d\.\d+", load_9.partition(":")[2])[:3]]
     page = (DOCS / "results.md").read_text()
-    told = re.search(r"(\S+)x to (\S+)x at load 0\.6, (\S+)x to (\S+)x at load 0\.9", page)
-    assert told is not None
+    stated = re.search(r"(\S+)x to (\S+)x at load 0\.6, (\S+)x to (\S+)x at load 0\.9", page)
+    assert stated is not None
     ends = [min(at_06), max(at_06), min(at_09), max(at_09)]
-    assert [float(x) for x in told.groups()] == ends
+    assert [float(x) for x in stated.groups()] == ends
 
 
 def test_the_potential_has_the_weights_of_the_code() -> None:

@@ -208,7 +208,7 @@ def test_named_modules_exist(page: str) -> None:
 def test_the_architecture_page_says_which_package_may_import_which() -> None:
     """Coarser than the table of walls, which is by room and has `console` too."""
     page = (ROOT / "docs" / "architecture.md").read_text()
-    told = {
+    documented = {
         package: set(re.findall(r"`(\w+)`", rooms))
         for package, rooms in re.findall(
             r"^\| `sglang_sbs/(\w+)` \| [^|]* \| ([^|]*)\|$", page, re.MULTILINE
@@ -222,12 +222,12 @@ def test_the_architecture_page_says_which_package_may_import_which() -> None:
             if room.partition(".")[0] == package
             for name in names
         }
-        & told.keys() - {package, "console"}
-        for package in told
+        & documented.keys() - {package, "console"}
+        for package in documented
     }
     packages = {path.parent.name for path in (ROOT / "sglang_sbs").glob("*/__init__.py")}
-    assert told.keys() == packages
-    assert told == allowed
+    assert documented.keys() == packages
+    assert documented == allowed
 
 
 def test_named_scripts_exist() -> None:
@@ -235,7 +235,7 @@ def test_named_scripts_exist() -> None:
     assert {name: page for name, page in scripts.items() if not (ROOT / name).exists()} == {}
 
 
-def default_told(default: object) -> str:
+def as_documented(default: object) -> str:
     """As the pages write it."""
     return f"{default:g}" if isinstance(default, float) else str(default or "none")
 
@@ -252,14 +252,14 @@ def test_the_tuning_guide_gives_the_router_s_defaults() -> None:
     defaults = {f: a.default for a in build_parser()._actions for f in a.option_strings}
     page = (ROOT / "docs" / "tuning.md").read_text()
     rows = re.findall(r"^\| \[[^|]*\| (`--[^|]*) \| ([^|]*) \|", page, re.MULTILINE)
-    told = {
+    documented = {
         flag.strip("`"): default.strip("`")
         for flags, values in rows
         for flag, default in zip(flags.split(", "), values.split(", "), strict=True)
         if flag.startswith("`--sbs-")
     }
-    assert len(told) > 8
-    assert told == {flag: default_told(defaults[flag]) for flag in told}
+    assert len(documented) > 8
+    assert documented == {flag: as_documented(defaults[flag]) for flag in documented}
 
 
 def test_the_router_s_module_map_is_complete() -> None:

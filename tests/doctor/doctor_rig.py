@@ -244,7 +244,7 @@ class Rig:
 
     def publish_garbage(self) -> None:
         """A program that is no engine, at the port of EndForward."""
-        self.prefill[1].speaks = []  # or listening may end before it is heard
+        self.prefill[1].speaks = []  # or listening may end before it is received
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         sock = context.socket(zmq.PUB)
         sock.setsockopt(zmq.LINGER, 0)
@@ -266,7 +266,7 @@ class Rig:
 
     async def speak_as_stranger(self) -> None:
         """An engine that nobody gave to the doctor reports here."""
-        self.prefill[1].speaks = []  # or listening may end before it is heard
+        self.prefill[1].speaks = []  # or listening may end before it is received
         stranger = Engine("decode", Rooms(), self.endpoint)
         stranger.says = {"boot_id": "f" * 32}
         await stranger.speak()

@@ -123,10 +123,10 @@ async def test_no_secret_of_an_engine_is_in_a_report() -> None:
     """Whatever the engine's /server_info shows, under the names that findings quote."""
     planted = "pl4nted"
     async with rig() as r:
-        told = ("schedule_policy", "kv_cache_dtype", "elastic_ep_backend", "load_balance_method")
+        quoted = ("schedule_policy", "kv_cache_dtype", "elastic_ep_backend", "load_balance_method")
         more = ("disaggregation_transfer_backend", "disaggregation_decode_allocation_policy")
-        r.decode.info |= dict.fromkeys((*told, *more), f"x --api-key '{planted} b'")
-        r.prefill[0].info |= dict.fromkeys((*told, *more), f"token={planted}")
+        r.decode.info |= dict.fromkeys((*quoted, *more), f"x --api-key '{planted} b'")
+        r.prefill[0].info |= dict.fromkeys((*quoted, *more), f"token={planted}")
         for engine in r.engines:
             engine.info |= {"api_key": planted, "admin_api_key": planted}
             engine.info["served_model_name"] = f"s3://user:{planted}@store/{engine.port}"
@@ -215,7 +215,7 @@ def test_the_command_on_engines_that_are_not_there(tmp_path: Path) -> None:
     }
 
 
-def test_a_report_that_cannot_be_written_is_told_with_its_flag(
+def test_a_report_that_cannot_be_written_is_reported_with_its_flag(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["--router", "http://127.0.0.1:1", "--json", "/dev/null/report"]) == 2
@@ -287,8 +287,8 @@ async def test_a_router_alone_names_the_engines_and_says_what_arrives() -> None:
                 while True:
                     facts = await gather(parse_options(["--router", url, *keys]))
                     findings = judge(facts)
-                    heard = [finding for finding in findings if finding.id == "endforward.ok"]
-                    if verdict(findings) is not Verdict.BROKEN and len(heard) == len(r.engines):
+                    reporting = [finding for finding in findings if finding.id == "endforward.ok"]
+                    if verdict(findings) is not Verdict.BROKEN and len(reporting) == len(r.engines):
                         break
             assert [engine.url for engine in facts.engines] == [e.url for e in r.engines]
             for engine in r.engines:

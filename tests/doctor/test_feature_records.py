@@ -34,9 +34,9 @@ async def test_the_same_is_judged_of_what_is_kept(
             await server.stop(grace_s=0.0)
     record_deployments.keep("a kind, of two words", facts)
     text = (tmp_path / "a-kind-of-two-words.json").read_text()
-    told = feature_deployments.recorded(orjson.loads(text))
+    restored = feature_deployments.recorded(orjson.loads(text))
     states = {row.id: row.state for row in feature_rows(facts)}
-    assert {row.id: row.state for row in feature_rows(told)} == states
+    assert {row.id: row.state for row in feature_rows(restored)} == states
     assert len(set(states.values())) > 1, "one that is always the same proves nothing"
     assert r.decode.url not in text
     assert "connection_mode" not in text, "a field of /workers that no row reads"

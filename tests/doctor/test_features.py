@@ -150,7 +150,7 @@ def entry(**fields: Any) -> Change:
 
 
 def silence(*ranks: tuple[str, int, int]) -> Change:
-    """Ranks (role, instance, rank) that the router never heard."""
+    """Ranks (role, instance, rank) that never reported to the router."""
 
     def change(c: Cluster) -> None:
         for role, instance, rank in ranks:
@@ -352,30 +352,30 @@ def test_what_is_off_for_a_reason_needs_no_change() -> None:
 
 def test_nothing_that_is_answered_is_a_traceback() -> None:
     nonsense = [None, -1, 0, 2**63, 1.5, "", "x", [], {}, [None], {"a": []}, True]
-    told = 0
+    row_count = 0
     for value in nonsense:
         for name in (*Cluster().data["http://p0:1"], "admin_api_key", "enable_priority_scheduling"):
             cluster = Cluster()
             if name == "disaggregation_mode":
                 continue
             cluster.first(**{name: value})
-            told += len(cluster.rows())
+            row_count += len(cluster.rows())
         for name in Cluster().asked().options:
             cluster = Cluster()
             cluster.asked().options[name] = value
-            told += len(cluster.rows())
+            row_count += len(cluster.rows())
         for name in Cluster().asked().state:
             cluster = Cluster()
             cluster.asked().state[name] = value
-            told += len(cluster.rows())
+            row_count += len(cluster.rows())
         for name in Cluster().asked().workers[0]:
             cluster = Cluster()
             cluster.asked().workers[0][name] = value
-            told += len(cluster.rows())
+            row_count += len(cluster.rows())
         cluster = Cluster()
         cluster.asked().state["prefill"][0].update(ranks=value, passes=value)
-        told += len(cluster.rows())
-    assert told > 1000
+        row_count += len(cluster.rows())
+    assert row_count > 1000
 
 
 # The command ------------------------------------------------------------------------------------
@@ -419,7 +419,7 @@ def test_the_command_where_nobody_answers(
     assert (states["endforward"], states["batches"]) == ("unknown", "on")
 
 
-def test_a_router_that_does_not_answer_is_told_by_the_exit_code() -> None:
+def test_a_router_that_does_not_answer_is_reported_by_the_exit_code() -> None:
     cluster = Cluster()
     assert features_exit_code(cluster.facts()) == 0
     unanswered(cluster)

@@ -106,7 +106,7 @@ async def test_what_delays_and_reorders_is_named_with_what_to_change() -> None:
     async with rig() as r:
         facts = await r.facts()
 
-    def told(index: int, **fields: Any) -> dict[str, tuple[str, str]]:
+    def flag_findings(index: int, **fields: Any) -> dict[str, tuple[str, str]]:
         was = dict(facts.engines[index].data)
         facts.engines[index].data.update(fields)
         url = facts.engines[index].url
@@ -124,7 +124,7 @@ async def test_what_delays_and_reorders_is_named_with_what_to_change() -> None:
         "prefill_delayer_max_delay_ms": 2000.0,
         "min_free_slots_delay": 4,
     }
-    found = told(0, **held)
+    found = flag_findings(0, **held)
     assert set(found) == {
         "flags.prefill-delayer",
         "flags.prefill-delayer-queue",
@@ -134,10 +134,10 @@ async def test_what_delays_and_reorders_is_named_with_what_to_change() -> None:
     assert seen == "--prefill-delayer-queue-min-ratio 0.25, --prefill-delayer-max-delay-ms 2000"
     assert "--prefill-delayer-max-delay-ms" in change
     assert found["flags.min-free-slots-delay"][0] == "--min-free-slots-delay 4"
-    assert set(told(2, **held)) == {"flags.ok"}, "a decode engine has no use for them"
-    assert set(told(0, min_free_slots_delay=1)) == {"flags.ok"}, "which is none"
+    assert set(flag_findings(2, **held)) == {"flags.ok"}, "a decode engine has no use for them"
+    assert set(flag_findings(0, min_free_slots_delay=1)) == {"flags.ok"}, "which is none"
     for policy in ("lpm", "hrrn", "shortest-prefill-first", "lof"):
-        seen, change = told(0, schedule_policy=policy)["flags.schedule-policy"]
+        seen, change = flag_findings(0, schedule_policy=policy)["flags.schedule-policy"]
         assert seen.startswith(f"--schedule-policy {policy}")
         assert (": " in seen) == (policy != "lof")
         assert change == f"start prefill engines with --schedule-policy fcfs instead of {policy}"
@@ -164,7 +164,7 @@ async def test_an_exact_cache_and_keys_that_fit() -> None:
     assert "secret" not in str(findings)
 
 
-async def test_the_admin_key_that_fits_is_no_finding_and_no_key_is_ever_told() -> None:
+async def test_the_admin_key_that_fits_is_no_finding_and_no_key_is_ever_shown() -> None:
     async with rig() as r:
         r.prefill[0].info["admin_api_key"] = "admin-secret"
         wants_key("user-secret")(r)
@@ -227,7 +227,7 @@ async def test_decode_on_another_host_cannot_use_a_loopback_bootstrap_host() -> 
     assert "bootstrap.loopback" in ids(altered(facts, move_decode), r.prefill[0].url)
 
 
-async def test_a_key_over_plain_http_to_another_host_is_told() -> None:
+async def test_a_key_over_plain_http_to_another_host_is_reported() -> None:
     async with rig() as r:
         wants_key("secret")(r)
         r.flags += ["--api-key", "secret"]
@@ -300,7 +300,7 @@ async def test_a_plugin_that_is_not_shown_is_found_by_what_it_sends() -> None:
         assert "endforward.ok" in ids(findings, r.prefill[0].url)
         assert "endforward.ok" in ids(findings, r.decode.url)
         assert "plugin.absent" not in ids(findings)
-        r.prefill[0].hush()  # not speaks = []: what it sent since would be heard
+        r.prefill[0].hush()  # not speaks = []: what it sent since would be received
         assert "plugin.absent" in ids(await r.examine(), r.prefill[0].url)
 
 
@@ -315,7 +315,7 @@ async def test_ranks_of_another_node_have_another_boot_id() -> None:
     assert not ids(findings) & {"endforward.stranger", "endforward.rank-missing"}
 
 
-async def test_the_same_secret_is_heard_and_another_one_is_told(tmp_path: Path) -> None:
+async def test_reports_with_the_secret_arrive_and_another_secret_is_named(tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("k" * 40)
     key.chmod(0o600)
@@ -371,7 +371,7 @@ async def test_engines_that_listen_are_dialled_by_address(
     assert {"endforward.ok", "plugin.ok"} <= ids(findings, engine.url)
 
 
-async def test_a_rank_that_a_router_never_heard_is_missing() -> None:
+async def test_a_rank_that_never_reported_to_a_router_is_missing() -> None:
     async with rig() as r:
         router_age(None)(r)
         findings = await r.examine()

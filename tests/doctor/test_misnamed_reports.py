@@ -7,11 +7,11 @@ from doctor_rig import DP, Engine, rig
 from tools.stand_ins.mock_engine import Rooms
 
 
-async def test_reports_of_another_engine_that_name_this_one_are_told_of_and_not_counted() -> None:
+async def test_reports_of_another_engine_that_name_this_one_are_found_and_not_counted() -> None:
     async with rig() as r:
         named, silent = r.prefill
         named.info |= {"nnodes": 2, "dist_init_addr": "10.0.0.1:5000"}
-        silent.speaks = []  # so that listening goes on until both are heard
+        silent.speaks = []  # so that listening goes on until both reported
         stranger = Engine("prefill", Rooms(), r.endpoint)
         stranger.says = {
             "boot_id": "f" * 32,

@@ -60,7 +60,7 @@ class Queue:
 
 
 class Place(Board):
-    """Of one process on a board where what the others said is heard on listening."""
+    """One process's place on a board; what the others sent arrives on listening."""
 
     def __init__(self, hearsay: Hearsay, said: Board, rank: int) -> None:
         super().__init__(rank=rank)

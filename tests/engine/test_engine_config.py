@@ -49,9 +49,9 @@ def test_boot_id_is_made_once_and_left_for_child_processes() -> None:
     assert restarted.boot_id != first.boot_id
 
 
-@pytest.mark.parametrize("told", ["", "soon", "-1", "²", "1.5", "9" * 5000])
-def test_a_boot_whose_time_is_not_known(told: str) -> None:
-    environ = {"SGLANG_SBS_BOOT_ID": "given", "SGLANG_SBS_BOOTED_S": told}
+@pytest.mark.parametrize("value", ["", "soon", "-1", "²", "1.5", "9" * 5000])
+def test_a_boot_whose_time_is_not_known(value: str) -> None:
+    environ = {"SGLANG_SBS_BOOT_ID": "given", "SGLANG_SBS_BOOTED_S": value}
     assert load_config(environ | {"SGLANG_SBS_BIND": "tcp://*:7600"}).booted_s == 0
 
 
@@ -125,11 +125,11 @@ def test_a_broken_installation_does_not_raise(
     assert "EndForward is off" in caplog.text
 
 
-@pytest.mark.parametrize(("told", "seconds"), [("45", 45), ("", 0), ("-1", 0), ("9" * 20, 0)])
+@pytest.mark.parametrize(("value", "seconds"), [("45", 45), ("", 0), ("-1", 0), ("9" * 20, 0)])
 def test_the_limit_on_a_transfer_is_mooncakes_own(
-    told: str, seconds: int, monkeypatch: pytest.MonkeyPatch
+    value: str, seconds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MC_TRANSFER_TIMEOUT", told)
+    monkeypatch.setenv("MC_TRANSFER_TIMEOUT", value)
     assert install._transfer_timeout_s() == seconds
 
 

@@ -326,7 +326,7 @@ def test_a_node_speaks_from_the_address_it_was_given(routers: list[Router]) -> N
         publisher.close()
 
 
-def test_an_address_of_another_machine_is_told_and_not_spoken_from(
+def test_an_address_of_another_machine_is_logged_and_not_sent_from(
     routers: list[Router], caplog: pytest.LogCaptureFixture
 ) -> None:
     publisher = Publisher([routers[0].endpoint], None, source="192.0.2.1")

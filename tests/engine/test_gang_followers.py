@@ -68,7 +68,7 @@ def test_no_request_is_held_through_several_passes():
     assert first.turn(after_s=1.0) + first.turn() == ["a"]
 
 
-def test_a_gang_of_one_rank_is_not_heard_elsewhere_and_not_waited_for():
+def test_a_batch_of_one_rank_is_not_sent_elsewhere_and_not_waited_for():
     _, _, third = three_ranks()
     third.queue.queue.append(Req("f", GangPart(1, FOLLOWS, 1)))
     assert third.turn() == ["f"]

@@ -272,7 +272,7 @@ def test_a_part_of_another_rank_that_comes_late_is_waited_for_longer_next_time()
     while not first.turn():
         second.turn()
     second.queue.queue.append(Req("b", GangPart(1, 1, 2)))
-    assert second.turn() == ["b"], "the first had told that it goes"
+    assert second.turn() == ["b"], "the first had reported that it goes"
     first.queue.queue.append(Req("c", GangPart(2, 1, 2)))
     begun_s = first.clock.now_s
     while not first.turn():
@@ -291,10 +291,10 @@ def test_a_part_without_room_at_decode_costs_the_other_rank_less() -> None:
         assert second.turn() == []
     assert first.clock.now_s - begun_s <= 3 * GATE_MS / 1e3
     stuck.state = READY
-    assert second.turn() == ["b"], "the first had told that it goes"
+    assert second.turn() == ["b"], "the first had reported that it goes"
 
 
-def test_ranks_that_are_never_heard_are_not_waited_for_any_more() -> None:
+def test_ranks_that_never_report_are_not_waited_for_any_more() -> None:
     first, _, hearsay = pair()
     hearsay.deaf = True
     for tag in range(MAX_SILENCES):

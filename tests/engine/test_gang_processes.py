@@ -143,7 +143,7 @@ def test_what_is_lost_or_stuck_costs_one_bounded_wait() -> None:
     assert [req.rid for req in rank.first.queue.queue] == [SIZED_RID_PREFIX + "c"]
 
 
-def test_processes_that_are_never_heard_are_not_waited_for_any_more() -> None:
+def test_processes_that_never_report_are_not_waited_for_any_more() -> None:
     rank, hearsay = team()
     hearsay.deaf = True
     for tag in range(MAX_SILENCES):

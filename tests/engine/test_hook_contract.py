@@ -96,8 +96,8 @@ def test_every_target_of_the_plugin_is_in_the_contract() -> None:
     gather = GatherBoard()
     hold = GangHold(None, "b", gather=gather)
     hooks = install._plugin_hooks(RankHook(config), hold, gather, config)
-    told = {target for targets in hook_contract.COLUMNS.values() for target in targets}
-    assert [hook.targets for hook in hooks if not told & set(hook.targets)] == []
+    covered = {target for targets in hook_contract.COLUMNS.values() for target in targets}
+    assert [hook.targets for hook in hooks if not covered & set(hook.targets)] == []
 
 
 def test_a_release_that_has_everything() -> None:
@@ -105,7 +105,7 @@ def test_a_release_that_has_everything() -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "old", "new", "told"),
+    ("file", "old", "new", "expected"),
     [
         ("managers/scheduler.py", "def run_batch", "def execute", "no `run_batch`"),
         (
@@ -142,10 +142,10 @@ def test_a_release_that_has_everything() -> None:
         ("disaggregation/prefill.py", "def event_loop", "def loop", "no event loop of prefill"),
     ],
 )
-def test_what_a_release_changed_is_told(file: str, old: str, new: str, told: str) -> None:
+def test_what_a_release_changed_is_reported(file: str, old: str, new: str, expected: str) -> None:
     cells = [cell for cell in changed(file, old, new) if cell != "yes"]
     assert len(cells) == 1
-    assert told in cells[0]
+    assert expected in cells[0]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs SGLang's sources")

@@ -56,7 +56,7 @@ def ran(
 ) -> Outcome:
     """Simulate, and write the event log that a router would have written.
 
-    ``tamper`` changes what the log says of a report, not what the scheduler was told."""
+    ``tamper`` changes what the log says of a report, not what the scheduler received."""
     config = scheduler_config(policy)
     writer = None if log is None else EventLogWriter(log, config)
 

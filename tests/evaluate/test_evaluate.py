@@ -173,12 +173,12 @@ def test_an_observed_log_counts_until_the_end_of_the_prompt(round_robin, tmp_pat
     log = tmp_path / "observed.events"
     recording = round_robin(2)
     records = list(read_event_log(recording.log))
-    # An observer hears of each instance when it first speaks, here after the first request.
+    # An observer learns of each instance from its first report, here after the first request.
     ups = [record for record in records[1:] if isinstance(record.event, InstanceUp)]
     others = [record for record in records[1:] if record not in ups]
     first = next(i for i, entry in enumerate(others) if isinstance(entry.event, RequestArrived))
-    heard_s = others[first].now_s + 1e-6
-    ups = [LogRecord(heard_s, record.event, record.commands) for record in ups]
+    received_s = others[first].now_s + 1e-6
+    ups = [LogRecord(received_s, record.event, record.commands) for record in ups]
     writer = EventLogWriter(log, SchedulerConfig(), observed=True)
     for record in [*others[: first + 1], *ups, *others[first + 1 :]]:
         if not isinstance(record.event, RequestEnded | PrefillDone):
@@ -285,9 +285,9 @@ def test_an_interrupt_before_the_calibration_gives_no_answer(round_robin, monkey
 
 def test_lines_tell_how_far_it_is_where_there_is_no_terminal(round_robin, capsys):
     evaluate(round_robin(1).log, "--policies", "sbs", "--draws", "1")
-    told = capsys.readouterr().err
+    progress = capsys.readouterr().err
     first, second = r"simulated the recorded run: 1 of 2, about \d+ s left", "simulated sbs: 2 of 2"
-    assert re.search(f"{first}\n{second}\n", told)
+    assert re.search(f"{first}\n{second}\n", progress)
 
 
 def test_cached_prompts_are_found_in_the_simulated_caches(tmp_path):

@@ -235,7 +235,7 @@ def test_a_log_explains_as_the_scheduler_that_wrote_it(logged, capsys) -> None:
     assert f"It was sent to {held.prefill} DP rank {held.prefill_rank}\n" in text
 
 
-def test_a_log_of_a_release_that_decides_otherwise_is_told_as_it_was(tmp_path, capsys) -> None:
+def test_a_log_of_a_release_that_decides_otherwise_is_shown_as_it_was(tmp_path, capsys) -> None:
     cluster = Logged(tmp_path / "one", seed=2).written(30)
     path = tmp_path / "other"
     log = EventLogWriter(path, SchedulerConfig(policy="round_robin", t_default_s=0.2))
@@ -245,9 +245,9 @@ def test_a_log_of_a_release_that_decides_otherwise_is_told_as_it_was(tmp_path, c
     log.close()
     rid = cluster.sent[-1].rid
     assert main(["why", rid, "--log", str(path)]) == 0
-    told = capsys.readouterr()
-    assert "decides differently" in told.err
-    assert "a log of\n  another release can be replayed" in told.out
+    printed = capsys.readouterr()
+    assert "decides differently" in printed.err
+    assert "a log of\n  another release can be replayed" in printed.out
 
 
 def test_a_log_is_shown_with_its_figures_and_slowest_requests(logged, capsys) -> None:

@@ -1,4 +1,4 @@
-"""Engines that write bytes as they are told, and a client of the router's that reads them."""
+"""Engines that write the bytes they are given, and a client of the router's that reads them."""
 
 from __future__ import annotations
 

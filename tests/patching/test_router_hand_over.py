@@ -63,7 +63,7 @@ async def test_without_the_patch_the_choices_are_closed(site: Path) -> None:
     assert "invalid choice: 'sbs'" in output
 
 
-async def test_with_the_patch_our_errors_are_heard_and_help_names_the_policy(site: Path) -> None:
+async def test_with_the_patch_our_errors_are_shown_and_help_names_the_policy(site: Path) -> None:
     assert cli.run("apply", "sglang-router", site=site)[0].ok
     code, output = await run(site, "--policy", "sbs", "--sbs-triger", "paper")
     assert code == 2

@@ -33,7 +33,7 @@ RANKS = 2
 
 
 class System:
-    """A worker with two ranks that publish, and what the scheduler is told of them."""
+    """A worker with two ranks that publish, and the events that the scheduler receives."""
 
     def __init__(
         self,

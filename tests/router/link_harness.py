@@ -109,7 +109,7 @@ class Net:
         self.frozen = False
         """The scheduler process is stopped: what is sent to it waits."""
         self.cut = False
-        """Connections are broken: what is sent is lost, and nobody is told."""
+        """Connections are broken: what is sent is lost without an error."""
         self.full = False
         """There are no descriptors for another connection."""
         self.not_made = 0
@@ -234,7 +234,7 @@ class FrontEnd:
         self.alone = Counts()
         self.aborted: list[str] = []
         self.silenced: list[str] = []
-        self.alone_told: list[bool] = []
+        self.alone_changes: list[bool] = []
         """Each time it lost the scheduler or found it."""
         self.registry = MirroredRegistry(
             WorkerEvents(self._found_out, silenced=lambda worker: self.silenced.append(worker.url)),
@@ -253,7 +253,7 @@ class FrontEnd:
             counts=self.alone,
             metrics_page=lambda: f"# {name}\n",
             give_up_s=30.0,
-            alone_changed=self.alone_told.append,
+            alone_changed=self.alone_changes.append,
             times=times,
         )
         self.registry.report, self.link.abort = self.link.tell, self._abort

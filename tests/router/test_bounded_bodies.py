@@ -185,7 +185,7 @@ def test_rids_have_a_limit(rids: Any) -> None:
 
 @pytest.mark.parametrize("value", ["x" * MIB, [[1]] * 300_000, 5.5, {"a": "b" * MIB}])
 @pytest.mark.parametrize("place", ["n", "stream", "priority", "sampling_params"])
-def test_a_bad_value_is_not_told_whole(place: str, value: Any) -> None:
+def test_a_bad_value_is_not_quoted_whole(place: str, value: Any) -> None:
     body = {"prompt": "x"} | {place: value}
     if place == "sampling_params":
         refused("generate", orjson.dumps({"text": "x", "sampling_params": {"n": value}}))

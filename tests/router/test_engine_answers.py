@@ -305,7 +305,7 @@ def longest_info(role: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_front_ends_can_be_told_of_an_engine_whatever_it_says_of_itself(role: Any) -> None:
+def test_front_ends_can_be_sent_an_engine_whatever_it_says_of_itself(role: Any) -> None:
     """Or with --workers N one engine would keep every front end from its scheduler."""
     registry = Registry()
     worker = registry.add("http://10.0.0.1:1", role)
@@ -315,8 +315,8 @@ def test_front_ends_can_be_told_of_an_engine_whatever_it_says_of_itself(role: An
     frames = encode(Cluster(workers=[state_of(worker, 0.0)] * 100))
     assert len(frames[1]) < MAX_MESSAGE_BYTES // 4
     front_end = MirroredRegistry(WorkerEvents(), BreakerConfig())
-    told: Any = decode_from_scheduler(frames)
-    front_end.follow(told.workers)
+    decoded: Any = decode_from_scheduler(frames)
+    front_end.follow(decoded.workers)
     assert [mirrored.info for mirrored in front_end] == [worker.info]
 
 
@@ -447,10 +447,10 @@ async def test_an_abort_where_prefill_wants_a_key_is_explained(
             assert response.status == 200
             events = sse_events(await response.read())
         assert events[-1] == "[DONE]"
-        told = [event for event in events[:-1] if "error" in event]
-        assert len(told) == bool(key)
-        assert not told or told == [events[-2]]
-        assert not told or "without a key" in told[0]["error"]["message"]
+        errors = [event for event in events[:-1] if "error" in event]
+        assert len(errors) == bool(key)
+        assert not errors or errors == [events[-2]]
+        assert not errors or "without a key" in errors[0]["error"]["message"]
         await c.settled()
         assert c.scheduler.ended() == ["failed"]
 

@@ -95,13 +95,13 @@ def test_a_hostile_text_is_looked_through_once(part: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "told",
+    "shown",
     [
         *("tokens: 60 tokens", "max_new_tokens=1,000", '"n_tokens": 7, x'),
         *("max_tokens: Value error, it is 0", "max_tokens: Input should be", "tokens: Field x"),
     ],
 )
-def test_how_many_tokens_there_are_is_shown(told: str) -> None:
-    assert text_without_secrets(told) == told
-    assert text_without_secrets(f"{told} token={PLANTED}") == f"{told} token=***"
+def test_how_many_tokens_there_are_is_shown(shown: str) -> None:
+    assert text_without_secrets(shown) == shown
+    assert text_without_secrets(f"{shown} token={PLANTED}") == f"{shown} token=***"
     assert PLANTED not in text_without_secrets(f"tokens={PLANTED} tokens=1{PLANTED}")

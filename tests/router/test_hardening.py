@@ -146,7 +146,7 @@ class FakeSource:
 
 
 class FakeClient:
-    """A client, and its transport, that reads when told to."""
+    """A client, and its transport, that reads only when the test lets it."""
 
     version = HttpVersion11
 

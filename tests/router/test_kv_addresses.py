@@ -74,14 +74,14 @@ def test_ranks_of_the_first_node_are_at_the_workers_own_host() -> None:
 def test_a_rank_on_another_node_is_where_it_speaks_from_or_says_with_a_key(
     host: str, peer: str, has_key: bool, expected: str
 ) -> None:
-    told = KvAddress(host, 5558, 5658)
+    reported = KvAddress(host, 5558, 5658)
     live, replay = f"tcp://{expected}:5558", f"tcp://{expected}:5658"
-    assert reported_endpoints(told, peer, has_key=has_key) == (live, replay)
+    assert reported_endpoints(reported, peer, has_key=has_key) == (live, replay)
     assert reported_endpoints(KvAddress(host, 5558), peer, has_key=has_key) == (live, "")
 
 
 @pytest.mark.parametrize(
-    ("told", "peer", "has_key", "why"),
+    ("reported", "peer", "has_key", "why"),
     [
         (KvAddress("10.9.0.2", 5558), "10.0.0.2", False, "sends from 10.0.0.2"),
         (KvAddress("10.9.0.2", 5558), "", False, "a local socket"),
@@ -97,9 +97,11 @@ def test_a_rank_on_another_node_is_where_it_speaks_from_or_says_with_a_key(
         (KvAddress("", 5558, -1), "10.0.0.2", True, "port -1"),
     ],
 )
-def test_other_addresses_are_refused(told: KvAddress, peer: str, has_key: bool, why: str) -> None:
+def test_other_addresses_are_refused(
+    reported: KvAddress, peer: str, has_key: bool, why: str
+) -> None:
     with pytest.raises(RefusedAddress, match=why):
-        reported_endpoints(told, peer, has_key=has_key)
+        reported_endpoints(reported, peer, has_key=has_key)
 
 
 @pytest.mark.parametrize(
@@ -202,7 +204,7 @@ class System:
         return blocks
 
 
-async def test_each_rank_is_heard_and_replayed_at_its_own_node() -> None:
+async def test_each_rank_is_subscribed_to_and_replayed_at_its_own_node() -> None:
     system = System()
     here, there = system.publisher(0, "127.0.0.1"), system.publisher(1, SECOND_NODE)
     await here.start()
@@ -347,13 +349,15 @@ async def test_the_listener_sees_where_messages_come_from(
     keys = keys_of(secret) if secret else None
     endpoint = system.listener.open(f"tcp://127.0.0.1:{free_ports(1)[0]}", keys)
     assert endpoint is not None
-    told = KvAddress(host, system.source.port + 1, system.source.port + 3)
+    reported = KvAddress(host, system.source.port + 1, system.source.port + 3)
     try:
         with speaking(endpoint, secret) as sock:
             async with asyncio.timeout(20):
                 seq = 0
                 while not (system.worker.kv_endpoints or system.worker.kv_refused):
-                    sock.send_multipart(encode_endforward(report_of(1, seq=seq, kv_address=told)))
+                    sock.send_multipart(
+                        encode_endforward(report_of(1, seq=seq, kv_address=reported))
+                    )
                     seq += 1
                     await asyncio.sleep(0.01)
         if expected is None:

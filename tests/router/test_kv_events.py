@@ -40,19 +40,19 @@ async def test_the_past_and_then_what_happens_of_every_rank() -> None:
         assert here.sources == ["events"]
 
 
-async def test_very_many_blocks_are_told_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_very_many_blocks_are_sent_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """The event loop has other things to do between any two of them."""
     async with system(times=KvTimes(turn_s=0.0)) as here:
         here.up()
         await until(lambda: here.subscriber.counts_of(URL, 0)["replays"] > 0)
-        told: list[int] = []
+        sent_turns: list[int] = []
         turns = 0
-        monkeypatch.setattr(here.subscriber, "_submit", lambda event: told.append(turns))
+        monkeypatch.setattr(here.subscriber, "_submit", lambda event: sent_turns.append(turns))
         here.publishers[0].publish(stored(*range(10 * kv_rank_feed.MAX_BLOCKS_PER_EVENT)))
-        while len(told) < 10:
+        while len(sent_turns) < 10:
             turns += 1
             await asyncio.sleep(0)
-        assert sorted(set(told)) == told
+        assert sorted(set(sent_turns)) == sent_turns
         here.publishers[0].publish(stored(*range(MAX_EVENT_BLOCKS + 1)))
         await until(lambda: here.count("malformed") == 1)
 
@@ -274,10 +274,10 @@ async def test_the_cache_of_a_worker_that_stays_down_is_forgotten() -> None:
         await here.believes({1})
         here.registry.set_healthy(here.worker, False, "test")
         await here.believes(set())
-        told = len(here.events)
+        before = len(here.events)
         here.publishers[0].publish(stored(2))
         await asyncio.sleep(0.05)
-        assert len(here.events) == told
+        assert len(here.events) == before
         here.registry.set_healthy(here.worker, True)
         await here.believes({1, 2})
 

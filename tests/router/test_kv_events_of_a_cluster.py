@@ -1,4 +1,4 @@
-"""KV events in a running router: the scheduler is told, and the metrics show it."""
+"""KV events in a running router: the scheduler receives them, and the metrics show it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tools.stand_ins.kv_publisher import removed, stored
 from tools.stand_ins.mock_engine import Behaviour, MockEngine
 
 
-async def test_the_scheduler_is_told_and_the_metrics_show_it() -> None:
+async def test_the_scheduler_receives_them_and_the_metrics_show_it() -> None:
     info: dict[str, Any] = {}
     async with publishing(info) as (first, second), cluster() as here:
         engine = MockEngine("prefill", dp_size=RANKS, server_info=info)
@@ -27,7 +27,7 @@ async def test_the_scheduler_is_told_and_the_metrics_show_it() -> None:
         async with here.post("/workers", body) as response:
             assert response.status < 300, await response.text()
         await until(lambda: here.scheduler.of(BlocksStored))
-        await until(lambda: second.replays)  # or the past of the rank is all that is heard
+        await until(lambda: second.replays)  # or the past of the rank is all that arrives
         second.publish(stored(5), removed(5))
         await until(lambda: here.scheduler.of(BlocksRemoved))
         event = here.scheduler.of(BlocksRemoved)[0]
@@ -66,8 +66,8 @@ async def test_a_flush_through_the_router_is_known_at_once() -> None:
     async with cluster(prefill=2) as here:
         async with here.post("/flush_cache", {}) as response:
             assert response.status == 200
-        told = {(event.instance, event.dp_rank) for event in here.scheduler.of(BlocksCleared)}
-        assert told == {
+        cleared = {(event.instance, event.dp_rank) for event in here.scheduler.of(BlocksCleared)}
+        assert cleared == {
             *((engine.url, rank) for engine in here.prefill for rank in range(2)),
             *((here.decode[0].url, rank) for rank in range(4)),
         }
@@ -95,8 +95,8 @@ async def test_with_several_processes_the_scheduler_process_listens(tmp_path: Pa
         finally:
             await group.end()
     records = list(read_event_log(log))
-    told = [r.event for r in records if isinstance(r.event, BlocksStored)]
-    assert [(event.instance, event.dp_rank, event.blocks) for event in told] == [
+    stored_events = [r.event for r in records if isinstance(r.event, BlocksStored)]
+    assert [(event.instance, event.dp_rank, event.blocks) for event in stored_events] == [
         (url, 0, [1, 2]),
         (url, 1, [3]),
     ]

@@ -105,7 +105,7 @@ async def test_fresh_addresses_are_answered_while_the_name_is_looked_up_again() 
     assert (await names.getaddrinfo(*wanted(HANGS)))[0][4] == ("10.0.0.2", 80)
 
 
-def test_addresses_are_told_from_names() -> None:
+def test_addresses_are_distinguished_from_names() -> None:
     assert all(map(is_address, ("10.0.0.1", "::1", "fe80::1%eth0")))
     assert not any(map(is_address, ("host", "", "1.2.3", None, b"10.0.0.1")))
 

@@ -32,7 +32,7 @@ def taken() -> Iterator[int]:
 
 @pytest.mark.parametrize("workers", ["1", "2"])
 @pytest.mark.parametrize("flag", ["--port", "--prometheus-port", "--sbs-endforward-bind"])
-async def test_a_port_in_use_is_told_with_its_flag(flag: str, workers: str, taken: int) -> None:
+async def test_a_port_in_use_is_reported_with_its_flag(flag: str, workers: str, taken: int) -> None:
     value = f"tcp://127.0.0.1:{taken}" if flag.endswith("bind") else str(taken)
     said = await why_it_does_not_start("--workers", workers, flag, value)
     assert re.search(rf"start: {flag} {value}: .*[Aa]ddress already in use", said)
@@ -49,7 +49,7 @@ async def test_a_port_in_use_is_told_with_its_flag(flag: str, workers: str, take
         ("--sbs-event-log", "/dev/null/log", "Not a directory"),
     ],
 )
-async def test_what_cannot_be_used_is_told_with_its_flag(
+async def test_what_cannot_be_used_is_reported_with_its_flag(
     flag: str, value: str, why: str, workers: str
 ) -> None:
     said = await why_it_does_not_start("--workers", workers, flag, value)
@@ -104,7 +104,7 @@ def test_the_role_without_workers_is_named(
     assert missing in capsys.readouterr().err
 
 
-async def test_a_worker_that_is_not_there_is_told_without_the_clients_words() -> None:
+async def test_a_worker_that_is_not_there_is_reported_without_the_clients_words() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -112,8 +112,8 @@ async def test_a_worker_that_is_not_there_is_told_without_the_clients_words() ->
             with pytest.raises(aiohttp.ClientConnectorError) as failed:
                 await session.get(f"http://127.0.0.1:{port}/ready")
     assert "ssl:default" in str(failed.value), "aiohttp's own words"
-    told = plain_error(failed.value)
-    assert told == f"cannot connect to 127.0.0.1:{port}: {os.strerror(111)}"
+    message = plain_error(failed.value)
+    assert message == f"cannot connect to 127.0.0.1:{port}: {os.strerror(111)}"
 
 
 async def test_log_alerts_and_workers_have_no_words_of_the_client(
@@ -131,9 +131,9 @@ async def test_log_alerts_and_workers_have_no_words_of_the_client(
         snapshot = running_.server.dispatcher.snapshot()
         problems = [(worker.url, text) for text in worker.problems.values()]
         alerts = find_alerts(snapshot, SchedulerConfig(), Recent(problems=problems))
-    told = " ".join([*worker.problems.values(), *(alert.text for alert in alerts), caplog.text])
-    assert "cannot connect to 127.0.0.1:1: Connection refused" in told
-    assert "ssl:default" not in told
+    reported = " ".join([*worker.problems.values(), *(alert.text for alert in alerts), caplog.text])
+    assert "cannot connect to 127.0.0.1:1: Connection refused" in reported
+    assert "ssl:default" not in reported
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -55,7 +55,7 @@ async def test_an_absurd_number_of_prompt_tokens_reaches_the_scheduler_as_a_coun
         assert tokens[-1] == pytest.approx(100, rel=0.05)
 
 
-async def test_the_scheduler_is_told_which_lengths_nobody_has_counted() -> None:
+async def test_the_scheduler_receives_which_lengths_are_estimates() -> None:
     async with cluster() as c:
         await c.generate(text="hi")
         await c.generate(input_ids=[1, 2, 3])

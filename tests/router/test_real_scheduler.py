@@ -47,13 +47,13 @@ async def test_sbs_with_endforward_reports_its_tier_in_the_metrics() -> None:
         for engine in (*c.prefill, *c.decode):
             engine.connect_publisher(str(c.server.endforward_endpoint))
 
-        def everyone_heard() -> bool:
+        def every_rank_reported() -> bool:
             for engine in (*c.prefill, *c.decode):
                 for rank in range(engine.dp_size):
                     engine.publish(engine.report(rank, kind="idle", chunk_tokens=1024))
             return all(len(w.last_report_s) == w.dp_size for w in c.server.registry)
 
-        await until(everyone_heard)
+        await until(every_rank_reported)
         assert (await c.generate(text="hello"))[0] == 200
         url = f"http://127.0.0.1:{c.server.prometheus_port}/metrics"
         async with c.client.get(url) as response:
@@ -73,7 +73,7 @@ async def test_a_worker_without_a_barrier_is_one_worker_to_everybody() -> None:
         assert set(scheduler.prefill) == {f"{engine.url} rank {rank}" for rank in range(2)}
         engine.connect_publisher(str(c.server.endforward_endpoint))
 
-        def heard() -> bool:
+        def received() -> bool:
             engine.publish(engine.report(1, kind="launch", forward_id=7, extend_tokens=1000))
             return scheduler.prefill[f"{engine.url} rank 1"].tier == "endforward"
 
@@ -85,7 +85,7 @@ async def test_a_worker_without_a_barrier_is_one_worker_to_everybody() -> None:
                 await response.read()
 
         await asyncio.gather(*map(ask, bodies))
-        await until(heard)
+        await until(received)
         await c.settled()
         ranks = [request.body["routed_dp_rank"] for request in engine.requests]
         rooms = [request.body["bootstrap_room"] % 2 for request in engine.requests]
@@ -174,9 +174,9 @@ async def test_a_prefill_instance_that_is_back_soon_is_called_by_another_spellin
             assert last.body["bootstrap_port"] == first.body["bootstrap_port"]
 
 
-def assert_another_spelling(told: str, host: str) -> None:
-    assert told != host
-    assert socket.inet_aton(told) == socket.inet_aton(host)
+def assert_another_spelling(spelled: str, host: str) -> None:
+    assert spelled != host
+    assert socket.inet_aton(spelled) == socket.inet_aton(host)
 
 
 async def test_a_router_that_starts_spells_as_the_one_before_would_have() -> None:
@@ -202,7 +202,7 @@ async def test_a_router_that_starts_spells_as_the_one_before_would_have() -> Non
         assert after == [after[0]] * 2
 
 
-async def test_when_the_only_decode_instance_dies_whoever_waits_is_told_at_once() -> None:
+async def test_when_the_only_decode_instance_dies_waiting_requests_are_refused_at_once() -> None:
     # The paper's trigger sends one batch and waits an interval: what comes then is held for long.
     scheduler = Scheduler(SchedulerConfig(trigger="paper", t_default_s=1000.0, outage_hold_s=0.0))
     async with cluster(prefill=1, scheduler=scheduler) as c:

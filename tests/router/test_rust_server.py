@@ -51,7 +51,7 @@ async def test_each_leg_goes_to_the_address_of_its_rank() -> None:
         system.check_books()
 
 
-async def test_decode_is_told_the_port_that_the_registry_is_on() -> None:
+async def test_decode_is_sent_the_port_that_the_registry_is_on() -> None:
     """The command line of this harness says 9000; an engine with the Rust server has none there."""
     async with cluster(**RUST) as system:
         await system.generate(text="x")
@@ -177,11 +177,11 @@ async def test_an_address_that_means_another_machine_elsewhere_is_not_learned(
     async with cluster(*flags, wait=False) as system:
         (worker,) = system.server.registry.of_role("prefill")
         worker.url = "http://10.0.0.1:30000"
-        heard = listener(system)
-        heard._bind = lambda report: worker  # type: ignore[method-assign,assignment]
-        heard.receive(heartbeat(worker, "b"), "127.0.0.1")
+        receiver = listener(system)
+        receiver._bind = lambda report: worker  # type: ignore[method-assign,assignment]
+        receiver.receive(heartbeat(worker, "b"), "127.0.0.1")
         assert worker.reports_from == {}
-        heard.receive(heartbeat(worker, "b"), "::ffff:10.0.0.2")
+        receiver.receive(heartbeat(worker, "b"), "::ffff:10.0.0.2")
         assert worker.reports_from == {1: "10.0.0.2"}
 
 
@@ -192,7 +192,7 @@ async def test_an_engine_whose_ranks_moved_to_a_second_node_is_unusable_and_says
         (worker,) = system.server.registry.of_role("prefill")
         await until(lambda: worker.problems.get("unusable"))
         worker.problems.clear()
-        worker.info = WorkerInfo(dp_size=2)  # as it was told on one node
+        worker.info = WorkerInfo(dp_size=2)  # as it was reported on one node
         await until(lambda: "DP rank 1" in worker.problems.get("unusable", ""))
 
 
@@ -259,7 +259,7 @@ async def test_an_old_engine_and_one_with_the_rust_server_serve_together() -> No
 
 
 @pytest.mark.parametrize(
-    ("engine", "told"),
+    ("engine", "problem"),
     [
         (lambda: RustMockEngine("prefill", lost_ranks=[1]), "DP rank 1 does not serve at"),
         (
@@ -273,7 +273,7 @@ async def test_an_old_engine_and_one_with_the_rust_server_serve_together() -> No
         ),
     ],
 )
-async def test_a_form_that_cannot_work_is_named_and_gets_nothing(engine: Any, told: str) -> None:
+async def test_a_form_that_cannot_work_is_named_and_gets_nothing(engine: Any, problem: str) -> None:
     prefill, decode = engine(), RustMockEngine("decode")
     await prefill.start()
     await decode.start()
@@ -283,7 +283,7 @@ async def test_a_form_that_cannot_work_is_named_and_gets_nothing(engine: Any, to
         registry = server.registry
         (worker,) = registry.of_role("prefill")
         await until(lambda: registry.usable("decode") and worker.problems.get("unusable"))
-        assert told in worker.problems["unusable"]
+        assert problem in worker.problems["unusable"]
         assert "SGLANG_RUST_SERVER" in worker.problems["unusable"]
         assert not worker.usable
         url = f"http://127.0.0.1:{server.port}/generate"
@@ -319,7 +319,7 @@ def test_a_rank_over_several_nodes_has_one_address() -> None:
 
 
 @pytest.mark.parametrize("data", [{"attn_dp_size": 2}, info_of(0), info_of(1) | {"sbs": {}}])
-def test_what_is_not_the_rank_asked_for_is_told_apart(data: dict[str, Any]) -> None:
+def test_what_is_not_the_rank_asked_for_is_refused(data: dict[str, Any]) -> None:
     with pytest.raises(UnusableWorker):
         check_rank_server(data, 1, "boot")
 
@@ -329,7 +329,7 @@ def test_the_rank_asked_for_is_recognised() -> None:
     check_rank_server(info_of(1), 1, "")
 
 
-def test_the_old_mode_is_told_apart_without_the_plugin() -> None:
+def test_the_old_mode_is_recognised_without_the_plugin() -> None:
     assert not parse_server_info({"version": "0.5.23", "attn_dp_size": 2}, "prefill").rust_server
 
 

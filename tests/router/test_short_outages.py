@@ -80,23 +80,23 @@ async def delete(c: Cluster, path: str) -> tuple[int, Any]:
 async def test_a_worker_is_removed_by_its_url_and_the_answer_says_what_that_did() -> None:
     async with cluster(real=True, prefill=3) as c:
         first, second, third = (engine.url for engine in c.prefill)
-        status, told = await delete(c, f"/workers?url={quote(first, safe='')}")
-        assert (status, told["url"], told["worker_type"], told["load"]) == (
+        status, answer = await delete(c, f"/workers?url={quote(first, safe='')}")
+        assert (status, answer["url"], answer["worker_type"], answer["load"]) == (
             202,
             first,
             "prefill",
             0,
         )
-        assert told["message"] == f"{first} (prefill) is removed and gets no new requests"
+        assert answer["message"] == f"{first} (prefill) is removed and gets no new requests"
         assert c.server.registry.get(first) is None
         c.decode[0].token_gate.close()
         body = {"text": "a", "stream": True, "sampling_params": {"max_new_tokens": 4}}
         async with c.post("/generate", body) as stream:
             url = c.decode[0].url
-            status, told = await delete(c, f"/workers/{quote(url, safe='')}")
-            assert (status, told["load"]) == (202, 1)
-            assert "1 request in flight there may run to their end" in told["message"]
-            assert "no other decode worker is usable" in told["message"]
+            status, answer = await delete(c, f"/workers/{quote(url, safe='')}")
+            assert (status, answer["load"]) == (202, 1)
+            assert "1 request in flight there may run to their end" in answer["message"]
+            assert "no other decode worker is usable" in answer["message"]
             c.decode[0].token_gate.open()
             assert (await stream.read()).rstrip().endswith(b"[DONE]")
         worker = c.server.registry.get(second)

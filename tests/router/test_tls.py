@@ -206,28 +206,28 @@ def test_files_that_cannot_be_used_are_named_with_their_flag(authority: Path) ->
     lock = ["openssl", "pkey", "-in", str(key), "-aes128", "-passout", "pass:x", "-out"]
     subprocess.run([*lock, str(locked)], check=True, capture_output=True)
 
-    def told(options: RouterOptions) -> str:
+    def refusal(options: RouterOptions) -> str:
         with pytest.raises(ValueError, match=r"^--") as raised:
             (server_ssl if options.tls_cert_path else worker_ssl)(options)
         return str(raised.value)
 
     missing = "No such file"
     assert (
-        told(options_with(ca_cert_paths=(ca, gone)))
+        refusal(options_with(ca_cert_paths=(ca, gone)))
         == f"--ca-cert-paths {gone}: {missing} or directory"
     )
-    assert told(options_with(client_cert_path=gone)).startswith(
+    assert refusal(options_with(client_cert_path=gone)).startswith(
         f"--client-cert-path {gone}: {missing}"
     )
-    assert f"--tls-key-path {gone}: {missing}" in told(
+    assert f"--tls-key-path {gone}: {missing}" in refusal(
         options_with(tls_cert_path=client, tls_key_path=gone)
     )
-    assert "certificate in PEM form" in told(options_with(ca_cert_paths=(key,)))
+    assert "certificate in PEM form" in refusal(options_with(ca_cert_paths=(key,)))
     for pair in ((ca, key), (client, None), (key, key)):
-        text = told(options_with(client_cert_path=pair[0], client_key_path=pair[1]))
+        text = refusal(options_with(client_cert_path=pair[0], client_key_path=pair[1]))
         assert f"--client-cert-path {pair[0]}" in text and "belongs to it" in text
     # OpenSSL would ask for the pass phrase at the terminal, and wait.
-    text = told(options_with(tls_cert_path=client, tls_key_path=locked))
+    text = refusal(options_with(tls_cert_path=client, tls_key_path=locked))
     assert str(locked) in text and "passphrase" in text
     both = authority / "both.pem"
     both.write_bytes(client.read_bytes() + key.read_bytes())

@@ -59,7 +59,7 @@ class Known:
 
     @property
     def uncached_tokens(self) -> int:
-        """What its prefill rank computes; the cache has what the scheduler was told."""
+        """What its prefill rank computes; the cache has what was reported to the scheduler."""
         return self.tokens - (0 if self.dispatch is None else self.dispatch.cached_tokens)
 
 
@@ -68,7 +68,7 @@ class World:
     and what the engines say at all."""
 
     config = SchedulerConfig()
-    heard: ClassVar[tuple[str, ...]] = ("launch", "forward", "idle", "heartbeat")
+    received_kinds: ClassVar[tuple[str, ...]] = ("launch", "forward", "idle", "heartbeat")
     """Kinds of messages that ever arrive; none: engines without the plugin."""
     prefix_source: ClassVar[PrefixSource] = "off"
     """With anything else prompts share prefixes, and ranks say what they have cached."""
@@ -188,7 +188,7 @@ class World:
         """Messages of one engine, on the way to the scheduler."""
         for message in messages:
             event = ForwardEnded(instance=message.instance_id, report=message)
-            if message.kind not in self.heard:
+            if message.kind not in self.received_kinds:
                 continue
             match fate:
                 case "lose":

@@ -131,7 +131,7 @@ def test_a_rank_that_the_instance_does_not_have_is_kept_out_of_its_books(rank):
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("anpeRt"), st.integers(0, 99)), max_size=60))
-def test_restarted_at_any_time_and_told_what_is_in_flight_it_ends_with_empty_books(steps):
+def test_restarted_at_any_time_and_given_the_requests_in_flight_it_ends_with_empty_books(steps):
     driver = Driver(policy="sbs").up(prefill=2)
     waiting: dict[str, int] = {}
     placed: dict[str, RequestAdopted] = {}

@@ -12,8 +12,8 @@ PASS_S = 0.1
 
 
 def short_prompt_waits_s(cancelled: bool, parked: bool) -> float:
-    """How long a short prompt is held behind ten long ones whose clients leave. The engine is told
-    to abort before it has taken the first one in; it speaks once a pass."""
+    """How long a short prompt is held behind ten long ones whose clients leave. The engine gets
+    the aborts before it has taken the first one in; it reports once a pass."""
     driver = Driver(t_default_s=PASS_S).up(dp=1, chunk=CHUNK_TOKENS)
     driver.report("p0", dp=1, kind="heartbeat")
     if cancelled:

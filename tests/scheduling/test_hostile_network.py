@@ -71,7 +71,7 @@ def test_jitter_moves_the_latency_no_further_than_it_moves_requests(jitter: floa
 
 
 def test_a_latency_far_above_what_was_assumed_is_learned():
-    """Long before the launch is told of it was presumed."""
+    """The launch is presumed long before it is reported."""
     spec = ClusterSpec(cost=COSTS["mixed"], dispatch_latency_s=0.3, overlap=True)
     assert learned_latencies_s(spec, 60.0, 10.0)[-1] == pytest.approx(0.3)
 
@@ -241,7 +241,7 @@ def running() -> tuple[PrefillInstance, EndForward]:
         (0.0, 0.0, True, True),
         (0.0, 0.0, False, False),
     ],
-    ids=["there", "late", "late at decode", "not told", "never idle"],
+    ids=["there", "late", "late at decode", "not reported", "never idle"],
 )
 def test_a_pause_of_the_engine_is_not_taken_for_a_late_batch(
     queued_s: float, schedulable_s: float, rested: bool, idled: bool

@@ -158,7 +158,7 @@ ACTIONS = st.lists(
 
 
 class Twin:
-    """The same life told to a worker without a barrier, and to instances of one rank."""
+    """The same events sent to a worker without a barrier and to instances of one rank."""
 
     def __init__(self, ranks: int, **config: Any) -> None:
         self.ranks = ranks
@@ -174,15 +174,15 @@ class Twin:
         self.tell(DECODE, DECODE)
 
     def tell(self, event: Event, *others: Event) -> None:
-        told = self.worker.handle(event, self.now_s)
+        commands = self.worker.handle(event, self.now_s)
         other = [c for other in others for c in self.instances.handle(other, self.now_s)]
-        assert [self.inside(c) for c in told if not isinstance(c, WakeAt)] == [
+        assert [self.inside(c) for c in commands if not isinstance(c, WakeAt)] == [
             c for c in other if not isinstance(c, WakeAt)
         ]
-        assert [c for c in told if isinstance(c, WakeAt)][-1:] == [
+        assert [c for c in commands if isinstance(c, WakeAt)][-1:] == [
             c for c in other if isinstance(c, WakeAt)
         ][-1:]
-        sent = {c.rid: c.prefill_rank for c in told if isinstance(c, Dispatch)}
+        sent = {c.rid: c.prefill_rank for c in commands if isinstance(c, Dispatch)}
         self.sent += sent
         self.rank_of |= sent
 

@@ -2,8 +2,8 @@
 truth again, or nothing more is said, it serves within a watchdog.
 
 The real listener, registry and scheduler, with ground-truth engines (:mod:`model_engine`) and a
-clock of their own. The engine does its work all the time: what is told of it is forged, or a fault
-of its plugin.
+clock of their own. The engine does its work all the time: what is reported of it is forged, or
+a fault of its plugin.
 """
 
 from __future__ import annotations
@@ -51,11 +51,13 @@ After = Literal["truth", "silence", "polls"]
 class Cluster:
     """Two prefill and two decode engines, of which one is lied about."""
 
-    def __init__(self, liar: str, *, told: bool, limits: bool, plugin: bool, trigger: str) -> None:
-        """``told``: ``/server_info`` has the boot id; ``limits``: and how much an engine holds.
-        ``plugin``: the liar sends reports of its own, too."""
+    def __init__(
+        self, liar: str, *, shows_boot: bool, limits: bool, plugin: bool, trigger: str
+    ) -> None:
+        """``shows_boot``: ``/server_info`` has the boot id; ``limits``: and how much an engine
+        holds. ``plugin``: the liar sends reports of its own, too."""
         self.now_s = 100.0
-        self.told, self.limits = told, limits
+        self.shows_boot, self.limits = shows_boot, limits
         config = SchedulerConfig(trigger=trigger, t_default_s=0.1, default_output_tokens=OUTPUT)
         self.scheduler = Scheduler(config)
         self.registry = Registry(
@@ -91,7 +93,7 @@ class Cluster:
             chunk_tokens=CHUNK,
             kv_capacity_tokens=CAPACITY if self.limits else 0,
             max_running_requests=MAX_RUNNING if self.limits else 0,
-            sbs=SbsBlock(boot_id=f"{worker.url}-1") if self.told else None,
+            sbs=SbsBlock(boot_id=f"{worker.url}-1") if self.shows_boot else None,
         )
         self.registry.described(worker, info)
         self.registry.set_healthy(worker, True)
@@ -265,12 +267,12 @@ def check(
     lies: list[tuple[float, tuple[int, ...], dict[str, Any]]],
     after: After = "silence",
     *,
-    told: bool = True,
+    shows_boot: bool = True,
     limits: bool = True,
     plugin: bool = False,
     trigger: str = "adaptive",
 ) -> None:
-    cluster = Cluster(liar, told=told, limits=limits, plugin=plugin, trigger=trigger)
+    cluster = Cluster(liar, shows_boot=shows_boot, limits=limits, plugin=plugin, trigger=trigger)
     cluster.run(0.5)
     for _ in range(3):
         cluster.serve()
@@ -343,15 +345,15 @@ lie = st.fixed_dictionaries(
         max_size=5,
     ),
     after=st.sampled_from(["truth", "silence", "polls"]),
-    told=st.booleans(),
+    shows_boot=st.booleans(),
     limits=st.booleans(),
     plugin=st.booleans(),
     trigger=st.sampled_from(["adaptive", "adaptive", "paper"]),
 )
 def test_whatever_is_said_in_the_name_of_one_engine_all_serve(
-    liar, lies, after, told, limits, plugin, trigger
+    liar, lies, after, shows_boot, limits, plugin, trigger
 ):
-    check(liar, lies, after, told=told, limits=limits, plugin=plugin, trigger=trigger)
+    check(liar, lies, after, shows_boot=shows_boot, limits=limits, plugin=plugin, trigger=trigger)
 
 
 @pytest.mark.parametrize("trigger", ["adaptive", "paper"])
@@ -377,7 +379,7 @@ def test_one_message_takes_no_engine_out_of_service(liar, lie, after, trigger):
 
 @pytest.mark.parametrize("polls", [False, True])
 def test_a_decode_engine_that_was_full_of_others_requests_when_it_fell_silent_is_used_again(polls):
-    cluster = Cluster(D0, told=True, limits=True, plugin=True, trigger="adaptive")
+    cluster = Cluster(D0, shows_boot=True, limits=True, plugin=True, trigger="adaptive")
     for rank in range(DP):
         for number in range(MAX_RUNNING):
             cluster.decodes[D0].accept(f"foreign-{rank}-{number}", rank, 1000)
@@ -397,7 +399,7 @@ def test_a_decode_engine_that_was_full_of_others_requests_when_it_fell_silent_is
 
 
 def test_polls_of_a_silent_decode_engine_count_and_are_forgotten_when_they_end():
-    cluster = Cluster(D0, told=True, limits=True, plugin=True, trigger="adaptive")
+    cluster = Cluster(D0, shows_boot=True, limits=True, plugin=True, trigger="adaptive")
     cluster.run(2.0)
     cluster.mute.add(D0)
     cluster.run(SILENT_S + 1.0)

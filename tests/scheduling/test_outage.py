@@ -45,7 +45,9 @@ def test_a_short_outage_refuses_nobody(policy: str, role: str, drained: bool) ->
 
 @POLICIES
 @ROLES
-def test_a_long_outage_is_told_once_and_late_comers_at_once(policy: str, role: str) -> None:
+def test_a_long_outage_refuses_waiting_requests_once_and_late_ones_at_once(
+    policy: str, role: str
+) -> None:
     driver = Driver(policy=policy, outage_hold_s=HOLD_S).up()
     driver.tell(InstanceDown(instance=LAST[role]))
     driver.arrive("first")
@@ -82,9 +84,9 @@ def test_what_waits_when_the_last_one_goes_is_held_too_and_says_for_what(role: s
     driver.arrive("new", 2000)
     driver.now_s += 0.1
     for rid in (*waiting, "new"):
-        told = driver.scheduler.why(rid, driver.now_s)
-        assert told is not None
-        assert told.waits[-1].reason is WaitReason(f"no_{role}")
+        explanation = driver.scheduler.why(rid, driver.now_s)
+        assert explanation is not None
+        assert explanation.waits[-1].reason is WaitReason(f"no_{role}")
     driver.wait(HOLD_S)
     assert {refusal.rid for refusal in driver.refused} == {*waiting, "new"}
 
@@ -129,7 +131,7 @@ def test_nothing_is_planned_in_an_outage(policy: str) -> None:
     assert asked == []
 
 
-def test_without_a_hold_time_an_outage_is_told_at_once() -> None:
+def test_without_a_hold_time_an_outage_refuses_requests_at_once() -> None:
     driver = Driver(outage_hold_s=0.0).up()
     driver.tell(InstanceDown(instance="p0"))
     driver.arrive("r")

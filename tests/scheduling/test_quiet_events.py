@@ -162,7 +162,7 @@ def test_answers_are_no_news_of_an_instance_that_reports_its_passes(looks):
     assert looks == []
 
 
-def test_answers_are_all_that_is_heard_of_one_that_does_not(looks):
+def test_answers_are_all_that_is_known_of_an_instance_that_does_not(looks):
     made = scheduler()
     made.handle(RequestArrived(rid="a", prompt_tokens=100), 0.1)
     looks.clear()

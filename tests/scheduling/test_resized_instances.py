@@ -42,7 +42,7 @@ def test_a_rank_that_joined_gets_requests_and_one_that_left_gets_none() -> None:
     assert {driver.arrive(f"s{n}", 400)[0].prefill_rank for n in range(6)} == {0}
 
 
-def test_what_is_learned_and_heard_outlives_it() -> None:
+def test_what_was_learned_and_received_survives_a_resize() -> None:
     driver = Driver(policy="least_tokens").up(dp=2)
     for number in range(5):
         driver.now_s += 0.2

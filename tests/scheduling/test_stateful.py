@@ -200,7 +200,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
 
     @rule()
     def quiet_period(self) -> None:
-        """Faults stop: all engines are up and heard, so the queue drains and the books are true."""
+        """Faults stop and all engines report, so the queue drains and the books are true."""
         self.held_back.clear()
         for name in [*PREFILLS, *DECODES]:
             if name not in self.up:
@@ -273,7 +273,7 @@ class SchedulerMachine(World, RuleBasedStateMachine):
 
     @invariant()
     def the_ledger_is_the_truth_while_nothing_is_lost(self) -> None:
-        if self.faulty or self.heard != SchedulerMachine.heard:
+        if self.faulty or self.received_kinds != SchedulerMachine.received_kinds:
             return
         for name, engine in self.prefills.items():
             instance = self.scheduler.prefill[name]
@@ -297,13 +297,18 @@ class SwitchingMachine(SchedulerMachine):
         assert self.scheduler.snapshot(self.now_s).policy == policy
 
 
-def configured(heard=SchedulerMachine.heard, prefix_source="off", base=SchedulerMachine, **config):
+def configured(
+    received_kinds=SchedulerMachine.received_kinds,
+    prefix_source="off",
+    base=SchedulerMachine,
+    **config,
+):
     """A test case of the machine with this configuration."""
 
     class Machine(base):
         pass
 
-    Machine.heard = heard
+    Machine.received_kinds = received_kinds
     Machine.prefix_source = prefix_source
     Machine.config = SchedulerConfig(
         n_limit=N_LIMIT,
@@ -325,14 +330,14 @@ def configured(heard=SchedulerMachine.heard, prefix_source="off", base=Scheduler
 TestAdaptive = configured()
 TestAdaptiveIqr = configured(decode_rule="iqr")
 TestPaper = configured(trigger="paper", decode_rule="iqr")
-TestAdaptiveWithoutPlugin = configured(heard=())
-TestPaperWithoutPlugin = configured(heard=(), trigger="paper")
-TestAdaptiveHeartbeatsOnly = configured(heard=("heartbeat",))
-TestPaperHeartbeatsOnly = configured(heard=("heartbeat",), trigger="paper")
+TestAdaptiveWithoutPlugin = configured(received_kinds=())
+TestPaperWithoutPlugin = configured(received_kinds=(), trigger="paper")
+TestAdaptiveHeartbeatsOnly = configured(received_kinds=("heartbeat",))
+TestPaperHeartbeatsOnly = configured(received_kinds=("heartbeat",), trigger="paper")
 TestCacheAware = configured(prefix_source="events")
 TestCacheAwarePaper = configured(prefix_source="events", trigger="paper")
 TestCacheAwareApproximate = configured(prefix_source="approximate")
-TestCacheAwareWithoutPlugin = configured(heard=(), prefix_source="events")
+TestCacheAwareWithoutPlugin = configured(received_kinds=(), prefix_source="events")
 TestEta = configured(policy="eta")
 TestLeastTokens = configured(policy="least_tokens")
 TestSwitching = configured(base=SwitchingMachine, prefix_source="events")

@@ -166,9 +166,9 @@ def test_a_log_with_switches_is_replayed_bit_for_bit(tmp_path: Path) -> None:
     assert result.difference == ""
     assert result.events > 100
     # Without the switches the same events are answered differently.
-    untold, records = Scheduler(SchedulerConfig()), list(read_event_log(path))
+    unswitched, records = Scheduler(SchedulerConfig()), list(read_event_log(path))
     assert any(
-        untold.handle(record.event, record.now_s) != record.commands
+        unswitched.handle(record.event, record.now_s) != record.commands
         for record in records
         if record.event is not None and not isinstance(record.event, PolicySwitched)
     )

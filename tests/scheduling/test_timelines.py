@@ -59,7 +59,7 @@ class Watched:
         self.tell(now_s, RequestEnded(rid=rid, outcome=outcome, client=seen))
 
 
-def test_every_part_of_the_time_to_the_first_token_is_told_apart():
+def test_every_part_of_the_time_to_the_first_token_is_distinguished():
     watched = Watched()
     watched.arrive(10.0, "r")
     watched.dispatch(10.4, "r")

@@ -198,7 +198,7 @@ def test_the_time_an_instance_was_up_is_counted_within_the_window():
     assert spec.up_s("p1", 31, 39) == 0
 
 
-def test_the_scheduler_is_told_wrong_lengths_and_the_engine_computes_the_true_ones():
+def test_the_scheduler_receives_wrong_lengths_and_the_engine_computes_the_true_ones():
     arrivals = poisson(100, 10.0, 2)
     outcome = simulate(arrivals, scheduler_config("sbs"), spec_with(length_error=0.3))
     shares = [

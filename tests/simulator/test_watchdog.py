@@ -58,12 +58,12 @@ def test_long_prompts_are_not_taken_for_silence(chunk_tokens: int, speed: float)
 @pytest.mark.parametrize("policy", ["sbs", "eta"])
 def test_an_instance_that_falls_silent_is_reset(policy: str, monkeypatch: pytest.MonkeyPatch):
     """Its engine goes on; what it says is lost from a moment on."""
-    heard = Scheduler.handle
+    handle = Scheduler.handle
 
     def deaf(scheduler, event, now_s):
         if isinstance(event, ForwardEnded) and event.instance == "p1" and now_s > 20:
             return []
-        return heard(scheduler, event, now_s)
+        return handle(scheduler, event, now_s)
 
     monkeypatch.setattr(Scheduler, "handle", deaf)
     seen = Seen()

@@ -1,4 +1,4 @@
-"""What a trial may be told, by flag and by JSON."""
+"""What a trial accepts, by flag and by JSON."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def test_everything_can_be_said_in_one_flag() -> None:
     ],
 )
 def test_what_cannot_be_is_named_with_what_to_write(body: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says) as told:
+    with pytest.raises(ValueError, match=says) as raised:
         read_object(body)
-    assert len(str(told.value)) < 400
+    assert len(str(raised.value)) < 400
 
 
 @pytest.mark.parametrize("text", ["eta,slot", "eta,slot=10s,slot=20s", "eta,baseline=sbs", ""])

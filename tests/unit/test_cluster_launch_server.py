@@ -86,7 +86,7 @@ def test_a_bad_flag_ends_with_a_message_that_names_it(
     assert re.search(complaint, capsys.readouterr().err)
 
 
-def test_a_log_folder_that_cannot_be_made_is_told_with_its_flag(
+def test_a_log_folder_that_cannot_be_made_is_reported_with_its_flag(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(launch_server, "without_sglang", lambda *_, **__: None)

@@ -75,7 +75,7 @@ def test_a_model_on_the_hub_is_the_routers_tokenizer(
 @pytest.mark.parametrize(
     ("model", "reason"), [("org/slow", "no tokenizer.json"), ("org/missing", "Hugging Face")]
 )
-def test_a_model_without_a_usable_tokenizer_is_told_and_left_out(
+def test_a_model_without_a_usable_tokenizer_is_reported_and_left_out(
     model: str, reason: str, environment: dict[str, str]
 ) -> None:
     done = dry_run(environment, "--model-path", model)
@@ -94,7 +94,7 @@ def test_a_model_without_a_usable_tokenizer_is_told_and_left_out(
         (("--router-policyy", "sbs"), "unknown flag --policyy; did you mean --policy?"),
     ],
 )
-def test_what_the_router_was_told_to_use_and_cannot_is_refused_before_an_engine_starts(
+def test_what_the_router_cannot_use_is_refused_before_an_engine_starts(
     flags: tuple[str, ...], complaint: str, environment: dict[str, str]
 ) -> None:
     done = dry_run(environment, "--model-path", "org/tiny", *flags)

@@ -74,13 +74,13 @@ def commands(printed: str) -> list[str]:
 def test_sglang_serve_plans_what_our_launcher_plans(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = run_sglang(tmp_path)
-    assert "sbs" in told["names"]
-    assert told["unasked"] == "llm"  # who does not ask for it gets SGLang's own server
-    assert told["help"].startswith("usage: sglang serve --model-type sbs [-h]")
-    assert "sglang_sbs.launch_server" not in told["help"]
-    assert "cookbook" in told["help"]  # SGLang had the last word
+    answer = run_sglang(tmp_path)
+    assert "sbs" in answer["names"]
+    assert answer["unasked"] == "llm"  # who does not ask for it gets SGLang's own server
+    assert answer["help"].startswith("usage: sglang serve --model-type sbs [-h]")
+    assert "sglang_sbs.launch_server" not in answer["help"]
+    assert "cookbook" in answer["help"]  # SGLang had the last word
     main(["--model-path", "/m", *FLAGS.split()])
     wanted = commands(capsys.readouterr().out)
     assert len(wanted) == 10
-    assert commands(told["planned"]) == wanted
+    assert commands(answer["planned"]) == wanted

@@ -49,8 +49,8 @@ def test_requests_in_their_first_pass_survive_the_wire_and_their_fields_grow():
 
 def test_accepted_and_finished_requests_survive_the_wire_and_their_fields_grow():
     accepted = [Accepted("a", 1500, 9.5, 64, room=(1 << 63) - 1), Accepted("b")]
-    told = {"sent_s": 10.0, "accepted": accepted, "finished": ["a", "b"]}
-    message = msgspec.structs.replace(MESSAGE, **told)
+    sent = {"sent_s": 10.0, "accepted": accepted, "finished": ["a", "b"]}
+    message = msgspec.structs.replace(MESSAGE, **sent)
     topic, seq, payload = encode_endforward(message)
     assert decode_endforward([topic, seq, payload]) == message
     fields = msgspec.msgpack.decode(payload)

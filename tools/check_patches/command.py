@@ -275,8 +275,8 @@ def _problems(what: str, answer: dict[str, Any]) -> list[str]:
         )
     if what == "main":
         (boot_id,) = answer["boot_id_of_children"]
-        told = answer["server_info"].get("sbs", {}).get("boot_id")
-        return [] if boot_id and told == boot_id else [f"main: boot id {boot_id}, told {told}"]
+        shown = answer["server_info"].get("sbs", {}).get("boot_id")
+        return [] if boot_id and shown == boot_id else [f"main: boot id {boot_id}, shown {shown}"]
     return _problems_of_messages(what, answer)
 
 

@@ -38,7 +38,7 @@ def meanings(page: str) -> dict[str, str]:
 def catalogue_page() -> str:
     """``docs/reference/findings.md``: every finding, by group."""
     lines = [head("Findings of the doctor", "The column *meaning* is by hand."), _INTRODUCTION]
-    told = meanings(PAGE)
+    by_id = meanings(PAGE)
     ok_first = sorted(CATALOGUE.items(), key=lambda item: item[1].severity is not Severity.OK)
     for group in GROUPS:
         lines += [f"## {_TITLES[group]}", ""]
@@ -46,7 +46,7 @@ def catalogue_page() -> str:
         for name, (severity, change) in ok_first:
             if name.partition(".")[0] == group:
                 advice = (change or "—").replace("*", "\\*")
-                lines.append(f"| `{name}` | {severity} | {told.get(name, '')} | {advice} |")
+                lines.append(f"| `{name}` | {severity} | {by_id.get(name, '')} | {advice} |")
         lines.append("")
     return "\n".join(lines)
 
@@ -54,10 +54,10 @@ def catalogue_page() -> str:
 def features_table() -> str:
     """Every feature: the table of ``docs/features.md``."""
     lines = ["| row | feature | meaning | how to turn it on |", "|---|---|---|---|"]
-    told = meanings("features.md")
+    by_id = meanings("features.md")
     for feature in FEATURES:
         turn_on = feature.turn_on.replace("|", "\\|")
         lines.append(
-            f"| `{feature.id}` | {feature.title} | {told.get(feature.id, '')} | {turn_on} |"
+            f"| `{feature.id}` | {feature.title} | {by_id.get(feature.id, '')} | {turn_on} |"
         )
     return "\n".join(lines)

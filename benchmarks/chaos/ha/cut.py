@@ -1,7 +1,7 @@
 """A TCP forwarder that can stop passing anything on: a network that is cut, and heals.
 
-While it is cut nothing passes and nothing ends: connections stay open, new ones are taken by the
-kernel and heard by nobody, as where a switch drops packets. What was sent meanwhile arrives later.
+While it is cut nothing passes and nothing ends: connections stay open, new ones are accepted by
+the kernel and never served, as where a switch drops packets. What was sent meanwhile arrives later.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from benchmarks.demo.load import Latency, Sample
 from benchmarks.demo.passes import ForwardPass, PassBuilder, PassStatistics, pass_statistics
-from benchmarks.listener import Heard, engine_clocks
+from benchmarks.listener import ReceivedMessage, engine_clocks
 
 KV_STEP_S = 0.1
 _LEAST_GAPS = 3
@@ -73,21 +73,21 @@ def _tpot_s(sample: Sample) -> float:
 
 
 def engines(
-    heard: Sequence[Heard], names: Mapping[str, str], begin_s: float, load_s: float
+    received: Sequence[ReceivedMessage], names: Mapping[str, str], begin_s: float, load_s: float
 ) -> Engines:
     """Figures of a load that was sent over ``load_s`` from ``begin_s`` on.
 
     ``names``: ``boot_id`` -> ``p0``, ``d0``. Messages of others are ignored. The first and the last
     tenth of the load are left out: filling and emptying say nothing about a policy.
     """
-    heard = [message for message in heard if message.report.boot_id in names]
-    clocks = engine_clocks(heard)
+    received = [message for message in received if message.report.boot_id in names]
+    clocks = engine_clocks(received)
     builder = PassBuilder()
     passes: list[ForwardPass] = []
     chunk_tokens = 0
     left: set[tuple[str, int]] = set()
     kv: dict[tuple[str, int], list[tuple[float, int]]] = {}
-    for message in heard:
+    for message in received:
         report = message.report
         name = names[report.boot_id]
         if report.role == "decode":
@@ -116,11 +116,11 @@ def engines(
     )
 
 
-def computed_tokens(heard: Iterable[Heard], names: Mapping[str, str]) -> int:
+def computed_tokens(received: Iterable[ReceivedMessage], names: Mapping[str, str]) -> int:
     """Prompt tokens of all passes that were launched, without what caches had."""
     return sum(
         message.report.extend_tokens
-        for message in heard
+        for message in received
         if message.report.kind == "launch"
         and message.report.role == "prefill"
         and message.report.boot_id in names

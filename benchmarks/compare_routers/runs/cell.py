@@ -22,7 +22,7 @@ from benchmarks.compare_routers.results.rows import Key, Row
 from benchmarks.compare_routers.runs import endforward_check
 from benchmarks.compare_routers.runs.agents_client import Played, play
 from benchmarks.compare_routers.runs.endforward_check import (
-    UnheardError,
+    MissingReportsError,
     router_misses,
     silent,
     silent_prefill,
@@ -31,7 +31,7 @@ from benchmarks.compare_routers.runs.engines import Engines
 from benchmarks.compare_routers.workloads import TurnWords, arrivals
 from benchmarks.demo.load import Arrival, Sample, run_load
 from benchmarks.demo.runs import RouterStartError, router_process
-from benchmarks.listener import Heard
+from benchmarks.listener import ReceivedMessage
 from benchmarks.router_processes import Contender, Processes
 from sglang_sbs.cluster.plan import ProcessPlan
 from sglang_sbs.observe.recorder import TrafficRecorder
@@ -77,7 +77,7 @@ class Setting:
     """Of agents' pauses, as of everything that takes time here."""
     settle_s: float = 0.3
     """After the last answer, for the last messages of the engines."""
-    hearing_s: float = endforward_check.WAIT_S
+    reports_wait_s: float = endforward_check.WAIT_S
 
 
 class DoesNotWorkError(RuntimeError):
@@ -102,7 +102,7 @@ async def run_cell(
     more, and then gives a row with ``error``.
 
     Raises:
-        UnheardError: EndForward of a prefill rank does not arrive here or at a router of ours.
+        MissingReportsError: EndForward of a prefill rank does not arrive here or at our router.
     """
     failed = 0
     try:
@@ -128,7 +128,7 @@ async def run_cell(
 async def _measured(
     contender: Contender, key: Key, requests: int, engines: Engines, setting: Setting
 ) -> Row:
-    """Raises: DoesNotWorkError; UnheardError."""
+    """Raises: DoesNotWorkError; MissingReportsError."""
     begun_s = time.monotonic()
     send = _load(key, requests, engines, setting)
     warm_key = Key("paper", _WARM_UP_LOAD, _WARM_UP_SEED + key.seed, key.policy)
@@ -140,7 +140,7 @@ async def _measured(
         warm_up_timeout_s = max(_WARM_UP_TIMEOUT_S, _WARM_UP_SHARE * setting.timeout_s)
         warmed = await run_load(url, warm_up, timeout_s=warm_up_timeout_s)
         warm_up_failed = _check(warmed)
-        await _check_hearing(contender, engines, setting.hearing_s)
+        await _check_reports(contender, engines, setting.reports_wait_s)
         engines.listener.take()
         cpu_s, stalled_s = processes.cpu_s(), await _stalled_s(contender, engines)
         lag = asyncio.create_task(_watch_lag(), name="host lag")
@@ -149,16 +149,16 @@ async def _measured(
         finally:
             lag.cancel()
         await asyncio.sleep(setting.settle_s)
-        heard = engines.listener.take()
+        received = engines.listener.take()
         cpu_s = processes.cpu_s() - cpu_s
         stalled_s = await _stalled_s(contender, engines) - stalled_s
     begin_s, load_s = played.begin_s, played.load_s
     if setting.event_logs and not contender.ours:
-        _observe(heard, _event_log(key, setting))
-    names = _names(engines, heard)
-    figures = measure.engines(heard, names, begin_s, load_s)
+        _observe(received, _event_log(key, setting))
+    names = _names(engines, received)
+    figures = measure.engines(received, names, begin_s, load_s)
     tokens = sum(sample.prompt_tokens + sample.output_tokens for sample in played.samples)
-    computed = measure.computed_tokens(heard, names)
+    computed = measure.computed_tokens(received, names)
     return Row(
         key=key,
         requests=requests,
@@ -173,7 +173,7 @@ async def _measured(
         warm_up_failed=warm_up_failed + played.warm_up_failed,
         answers=measure.answers(played.samples, setting.slo_ttft_s, setting.slo_tpot_s, load_s),
         engines=figures,
-        silent=silent(heard, names),
+        silent=silent(received, names),
     )
 
 
@@ -232,18 +232,18 @@ def _check(warmed: list[Sample]) -> int:
     return len(errors)
 
 
-async def _check_hearing(contender: Contender, engines: Engines, wait_s: float) -> None:
-    """Raises: UnheardError."""
+async def _check_reports(contender: Contender, engines: Engines, wait_s: float) -> None:
+    """Raises: MissingReportsError."""
     ports = engines.ports
-    heard = engines.listener.take()
+    received = engines.listener.take()
     until_s = time.monotonic() + wait_s
-    while missing := silent_prefill(heard, _names(engines, heard)):
+    while missing := silent_prefill(received, _names(engines, received)):
         if time.monotonic() > until_s:
             break
         await asyncio.sleep(_LISTEN_STEP_S)
-        heard += engines.listener.take()
+        received += engines.listener.take()
     if missing:
-        raise UnheardError(
+        raise MissingReportsError(
             f"no EndForward of {', '.join(missing)} comes to {engines.listener.bind}: "
             "SGLANG_SBS_ROUTERS of every engine must name the router's port "
             f"{ports.endforward} and this one, both must be reachable from there, and "
@@ -255,13 +255,13 @@ async def _check_hearing(contender: Contender, engines: Engines, wait_s: float) 
     missing = await router_misses(
         f"http://127.0.0.1:{ports.prometheus}/metrics",
         {name: url for name, url in _urls(engines).items() if name.startswith("p")},
-        heard,
-        _names(engines, heard),
+        received,
+        _names(engines, received),
         wait_s,
     )
     if missing:
-        raise UnheardError(
-            f"the router {contender.name} hears nothing of {', '.join(missing)}: "
+        raise MissingReportsError(
+            f"the router {contender.name} receives nothing from {', '.join(missing)}: "
             "SGLANG_SBS_ROUTERS of every engine must name this machine's port "
             f"{ports.endforward}, and that must be reachable from there"
         )
@@ -280,8 +280,8 @@ def _urls(engines: Engines) -> dict[str, str]:
     return prefill | {f"d{number}": url for number, url in enumerate(engines.decode)}
 
 
-def _names(engines: Engines, heard: Sequence[Heard]) -> dict[str, str]:
-    return endforward_check.names_of(heard, engines.names, _urls(engines))
+def _names(engines: Engines, received: Sequence[ReceivedMessage]) -> dict[str, str]:
+    return endforward_check.names_of(received, engines.names, _urls(engines))
 
 
 @asynccontextmanager
@@ -324,10 +324,10 @@ def _event_log(key: Key, setting: Setting) -> Path:
     return setting.log_dir / name
 
 
-def _observe(heard: Sequence[Heard], path: Path) -> None:
+def _observe(received: Sequence[ReceivedMessage], path: Path) -> None:
     """Write the log that ``sglang-sbs observe`` would have written of these messages."""
     recorder = TrafficRecorder()
-    for message in heard:
+    for message in received:
         recorder.receive(message.report, message.at_s)
     log = EventLogWriter(path, SchedulerConfig(), observed=True)
     try:

@@ -32,8 +32,8 @@ async def test_new_requests_go_elsewhere_and_running_ones_end() -> None:
         before = [asyncio.create_task(stream(c)) for _ in range(4)]
         await until(lambda: all(len(engine.requests) == 2 for engine in c.decode))
         drained, other = c.decode
-        status, told = await change(c, drained.url, "drain")
-        assert (status, told["draining"], told["usable"], told["load"]) == (200, True, False, 2)
+        status, shown = await change(c, drained.url, "drain")
+        assert (status, shown["draining"], shown["usable"], shown["load"]) == (200, True, False, 2)
         after = [asyncio.create_task(stream(c)) for _ in range(6)]
         await until(lambda: len(other.requests) == 8)
         for engine in c.decode:
@@ -49,8 +49,8 @@ async def test_new_requests_go_elsewhere_and_running_ones_end() -> None:
         }
         assert workers[drained.url]["load"] == 0
         assert workers[drained.url]["is_healthy"]
-        status, told = await change(c, drained.url, "undrain")
-        assert (status, told["draining"], told["usable"]) == (200, False, True)
+        status, shown = await change(c, drained.url, "undrain")
+        assert (status, shown["draining"], shown["usable"]) == (200, False, True)
         await asyncio.gather(*(stream(c) for _ in range(4)))
         assert (len(drained.requests), len(other.requests)) == (4, 10)
 
@@ -73,7 +73,7 @@ async def test_a_drained_worker_stays_drained_through_a_restart() -> None:
         registry.set_healthy(worker, False, "it restarts")
         registry.set_healthy(worker, True)
         assert not worker.usable
-        # The scheduler is told of each: what it believed of the engine is over, then that it works.
+        # Each is sent to the scheduler: what it believed of the engine is over, then that it works.
         assert [worker.drained for worker in downs] == [True, False, True]
         await asyncio.gather(*(c.generate(text="a") for _ in range(4)))
         assert c.prefill[0].requests == []

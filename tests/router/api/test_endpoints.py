@@ -204,7 +204,7 @@ async def test_request_ids_have_the_stock_form(path: str, prefix: str) -> None:
             assert response.headers["x-request-id"] == "abc"
 
 
-async def test_browsers_may_come_from_anywhere_unless_told_otherwise() -> None:
+async def test_browsers_may_come_from_anywhere_by_default() -> None:
     async with cluster() as c:
         async with c.client.options(c.url + "/generate", headers={"Origin": "x"}) as response:
             assert response.headers["Access-Control-Allow-Origin"] == "*"

@@ -27,8 +27,8 @@ async def put(c: Cluster, policy: Any, **kwargs: Any) -> tuple[int, Any]:
 async def shown(c: Cluster) -> dict[str, Any]:
     async with c.get("/policy") as response:
         assert response.status == 200
-        told: dict[str, Any] = await response.json()
-        return told
+        answer: dict[str, Any] = await response.json()
+        return answer
 
 
 async def test_policy_shows_the_rule_in_force_since_when_and_by_whom() -> None:
@@ -189,8 +189,8 @@ async def test_metrics_tell_both_sides_of_an_a_b_apart() -> None:
 
 
 def test_the_later_of_two_policy_switches_wins() -> None:
-    scheduler, told = PolicyInForce("sbs"), []
-    scheduler.listeners.append(told.append)
+    scheduler, switched = PolicyInForce("sbs"), []
+    scheduler.listeners.append(switched.append)
     scheduler.switch("eta", "a", term=1)
     scheduler.switch("eta", "b", term=1)
     assert (scheduler.state.switches, scheduler.state.by) == (1, "a")
@@ -207,4 +207,4 @@ def test_the_later_of_two_policy_switches_wins() -> None:
     front_end.follow(scheduler.state)
     front_end.follow(PolicyState("eta", term=1, switches=1))
     assert front_end.policy == "random"
-    assert told == ["eta", "random"]
+    assert switched == ["eta", "random"]

@@ -48,9 +48,9 @@ async def test_a_name_that_there_is_not_and_a_key_that_is_missing(
         assert "SGLANG_SBS_ADMIN_API_KEY" in capfd.readouterr().err
         monkeypatch.setenv("SGLANG_SBS_ADMIN_KEY", "secret")
         assert await command("policy", "etta", "--router", c.url) == 1
-        told = capfd.readouterr().err
-        assert "400 policy must be one of sbs, round_robin" in told
-        assert "not 'etta'" in told
+        errors = capfd.readouterr().err
+        assert "400 policy must be one of sbs, round_robin" in errors
+        assert "not 'etta'" in errors
         assert c.server.scheduler.policy.policy == "sbs"
         assert await command("policy", "eta", "--router", c.url) == 0
         assert c.server.scheduler.policy.policy == "eta"

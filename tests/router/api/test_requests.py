@@ -137,7 +137,7 @@ async def test_a_repeated_request_shows_what_failed_and_what_did_not() -> None:
         assert story.attempts[2].parts["retries"] > 0
 
 
-async def test_only_who_has_the_key_of_an_admin_is_told() -> None:
+async def test_only_the_admin_key_shows_a_request() -> None:
     async with cluster("--admin-api-key", "boss", scheduler=real()) as c:
         async with c.post("/generate", {"text": "x"}, headers={"x-request-id": "r"}) as response:
             await response.read()

@@ -27,12 +27,12 @@ async def test_texts_and_chats_become_ids_and_ids_texts(prefix: str) -> None:
     own = ChatTokenizer.load(MODEL)
     text, chat = own.text_ids(TEXT).tolist(), own.chat_ids({"messages": CHAT}).ids.tolist()
     async with cluster("--tokenizer-path", str(MODEL)) as c:
-        told = {"max_model_len": 40960}
-        single = (200, told | {"tokens": text, "count": len(text)})
+        common = {"max_model_len": 40960}
+        single = (200, common | {"tokens": text, "count": len(text)})
         assert await asked(c, f"{prefix}/tokenize", {"prompt": TEXT}) == single
-        many = (200, told | {"tokens": [text, []], "count": [len(text), 0]})
+        many = (200, common | {"tokens": [text, []], "count": [len(text), 0]})
         assert await asked(c, f"{prefix}/tokenize", {"prompt": [TEXT, ""]}) == many
-        of_chat = (200, told | {"tokens": chat, "count": len(chat)})
+        of_chat = (200, common | {"tokens": chat, "count": len(chat)})
         assert await asked(c, f"{prefix}/tokenize", {"messages": CHAT}) == of_chat
         path = f"{prefix}/detokenize"
         plain = TEXT.replace("<|im_start|>", "")

@@ -44,31 +44,35 @@ async def test_the_admin_key_is_needed() -> None:
                 ) as response:
                     assert response.status == 401
         assert not trials(c).running
-        status, told = await ask(c, "POST", LONG, headers=ADMIN)
-        assert (status, told["running"]) == (200, True)
+        status, answer = await ask(c, "POST", LONG, headers=ADMIN)
+        assert (status, answer["running"]) == (200, True)
         assert (await ask(c, "DELETE", headers=ADMIN))[1]["cause"] == "stopped"
 
 
 async def test_a_trial_is_begun_shown_and_stopped_over_http() -> None:
     async with cluster(real=True) as c:
-        told = (await ask(c, "GET"))[1]
-        assert told == {"running": False, "text": "no trial has run"}
-        status, told = await ask(c, "POST", LONG)
+        answer = (await ask(c, "GET"))[1]
+        assert answer == {"running": False, "text": "no trial has run"}
+        status, answer = await ask(c, "POST", LONG)
         assert status == 200
-        assert (told["policy"], told["baseline"], told["now"]) == ("sbs", "round_robin", "baseline")
-        assert (told["slot"], told["slots"], told["seed"]) == (0, 40, 0)
+        assert (answer["policy"], answer["baseline"], answer["now"]) == (
+            "sbs",
+            "round_robin",
+            "baseline",
+        )
+        assert (answer["slot"], answer["slots"], answer["seed"]) == (0, 40, 0)
         assert c.server.scheduler.policy.policy == "round_robin"
         assert c.server.scheduler.policy.lasting == "sbs"
         status, refused = await ask(c, "POST", LONG)
         assert status == 400
         assert refused["error"]["code"] == "trial_refused"
         assert "DELETE /trial" in refused["error"]["message"]
-        status, told = await ask(c, "DELETE")
-        assert (status, told["running"], told["cause"]) == (200, False, "stopped")
+        status, answer = await ask(c, "DELETE")
+        assert (status, answer["running"], answer["cause"]) == (200, False, "stopped")
         state = c.server.scheduler.policy.state
         assert (state.policy, state.back_to) == ("sbs", "")
         again = (await ask(c, "DELETE"))[1]
-        assert (again["cause"], again["ended_at"]) == ("stopped", told["ended_at"])
+        assert (again["cause"], again["ended_at"]) == ("stopped", answer["ended_at"])
 
 
 @pytest.mark.parametrize(
@@ -76,9 +80,9 @@ async def test_a_trial_is_begun_shown_and_stopped_over_http() -> None:
 )
 async def test_a_body_that_is_no_trial_begins_none(body: Any) -> None:
     async with cluster(real=True, prefill=0, decode=0, wait=False) as c:
-        status, told = await ask(c, "POST", body)
+        status, answer = await ask(c, "POST", body)
         assert status == 400
-        assert "must be" in told["error"]["message"] or "write" in told["error"]["message"]
+        assert "must be" in answer["error"]["message"] or "write" in answer["error"]["message"]
         assert c.server.scheduler.policy.state.switches == 0
 
 
@@ -113,16 +117,16 @@ async def test_slots_alternate_under_load_and_every_request_ends_once() -> None:
 
         await asyncio.gather(*(client() for _ in range(8)))
         await c.settled()
-        told = (await ask(c, "GET"))[1]
-        assert told["slot"] == 10 or told["cause"] in ("certain", "narrow")
+        answer = (await ask(c, "GET"))[1]
+        assert answer["slot"] == 10 or answer["cause"] in ("certain", "narrow")
         assert len(arrived) == answered
         assert arrived == ended
         assert set(ended.values()) == {1}
         assert len(switches) >= 3
         assert c.server.scheduler.policy.policy == "sbs"
         assert c.server.dispatcher.snapshot().policy == "sbs"
-        assert all(arm["slots"] >= 3 for arm in told["arms"].values())
-        assert sum(arm["requests"] for arm in told["arms"].values()) <= answered
+        assert all(arm["slots"] >= 3 for arm in answer["arms"].values())
+        assert sum(arm["requests"] for arm in answer["arms"].values()) <= answered
         assert c.server.dispatcher.pump.trial is None
 
 
@@ -133,9 +137,9 @@ async def test_a_switch_by_hand_ends_it_and_holds(policy: str) -> None:
         await ask(c, "POST", LONG)
         assert await put(c, policy) == 200
         await until(lambda: not trials(c).running)
-        told = (await ask(c, "GET"))[1]
-        assert told["cause"] == "switched"
-        assert f"the policy was switched to {policy} by " in told["ended"]
+        answer = (await ask(c, "GET"))[1]
+        assert answer["cause"] == "switched"
+        assert f"the policy was switched to {policy} by " in answer["ended"]
         in_force = c.server.scheduler.policy
         assert (in_force.policy, in_force.lasting) == (policy, policy)
 
@@ -146,9 +150,9 @@ async def test_a_limit_ends_it_while_requests_wait() -> None:
         await ask(c, "POST", LONG | {"p99": "10ms"})
         waiting = [asyncio.create_task(c.generate(text="hello")) for _ in range(8)]
         await until(lambda: not trials(c).running)
-        told = (await ask(c, "GET"))[1]
-        assert told["cause"] == "limit"
-        assert "waited longer than 0.01 s" in told["ended"]
+        answer = (await ask(c, "GET"))[1]
+        assert answer["cause"] == "limit"
+        assert "waited longer than 0.01 s" in answer["ended"]
         assert c.server.scheduler.policy.policy == "sbs"
         c.prefill[0].gate.open()
         assert [status for status, _ in await asyncio.gather(*waiting)] == [200] * 8
@@ -156,8 +160,8 @@ async def test_a_limit_ends_it_while_requests_wait() -> None:
 
 async def test_the_flag_begins_it_with_the_first_request() -> None:
     async with cluster("--sbs-trial", "round_robin,slot=1h,seed=0", real=True) as c:
-        told = (await ask(c, "GET"))[1]
-        assert told["text"] == "a trial against round_robin begins with the first request"
+        answer = (await ask(c, "GET"))[1]
+        assert answer["text"] == "a trial against round_robin begins with the first request"
         assert c.server.scheduler.policy.policy == "sbs"
         assert (await c.generate(text="hello"))[0] == 200
         await until(lambda: trials(c).running)
@@ -225,7 +229,7 @@ async def test_the_command_begins_shows_and_stops_it(
         assert c.server.scheduler.policy.policy == "sbs"
 
 
-def test_bad_words_for_the_command_are_told_before_anybody_is_asked(
+def test_bad_arguments_of_the_command_are_reported_before_a_router_is_asked(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for words in (["eta,slot"], ["eta,slot=never"], ["eta", "--stop"]):

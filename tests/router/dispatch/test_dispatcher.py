@@ -118,7 +118,7 @@ async def test_a_gang_is_released_in_one_go_and_in_order() -> None:
     assert sorted(order) == ["a", "b", "c"]
 
 
-async def test_everyone_of_a_gang_is_told_what_is_sent_beside_it() -> None:
+async def test_every_request_of_a_batch_gets_what_is_sent_beside_it() -> None:
     sized = SIZED_RID_PREFIX.__add__
 
     def at(rid: str, prefill: str, rank: int, batch: int) -> Dispatch:
@@ -136,17 +136,17 @@ async def test_everyone_of_a_gang_is_told_what_is_sent_beside_it() -> None:
         ]
 
     dispatcher = LocalDispatcher(Scripted(answers))
-    told = await asyncio.gather(
+    results = await asyncio.gather(
         *(dispatcher.dispatch(submitted(sized(rid))) for rid in "abcdef"), return_exceptions=True
     )
-    parts = [command.gang for command in told if isinstance(command, Dispatch)]
+    parts = [command.gang for command in results if isinstance(command, Dispatch)]
     assert all(part is not None for part in parts)
     assert [(part.members, part.ranks) for part in parts if part] == [
         *((2, 2), (2, 2), (2, 2), (1, 1), (2, 2)),
     ]
     tags = [part.tag for part in parts if part]
     assert tags[0] == tags[1] == tags[2] == tags[4] != tags[3]
-    assert isinstance(told[5], Refused)
+    assert isinstance(results[5], Refused)
 
 
 async def test_refusals_raise_and_end_the_request() -> None:

@@ -1,4 +1,4 @@
-"""What requests are told of the gang they leave with, or follow."""
+"""What requests carry about the batch they leave with, or follow."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def leave(
 
 
 def parts_of(gangs: GangParts, *commands: Dispatch) -> list[GangPart]:
-    told = gangs.labelled([*commands, WakeAt(time_s=1.0)])
-    assert told[-1] == WakeAt(time_s=1.0)
+    labelled = gangs.labelled([*commands, WakeAt(time_s=1.0)])
+    assert labelled[-1] == WakeAt(time_s=1.0)
     return [
         command.gang
-        for command in told
+        for command in labelled
         if isinstance(command, Dispatch) and command.gang is not None
     ]
 
@@ -40,7 +40,7 @@ def says(part: GangPart) -> tuple[int, int, int]:
     return part.tag, part.members, part.ranks
 
 
-def test_who_leaves_together_is_told_how_many_they_are():
+def test_requests_that_leave_together_carry_their_number():
     a, b, c = parts_of(GangParts(), leave("a", 0, 7), leave("b", 0, 7), leave("c", 1, 7))
     assert a.tag == b.tag == c.tag
     assert [(part.members, part.ranks) for part in (a, b, c)] == [(2, 2), (2, 2), (1, 2)]

@@ -1,4 +1,4 @@
-"""Several candidates for one lock in one event loop, and what each was told."""
+"""Several candidates for one lock in one event loop, and the terms each of them led in."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ QUICK = ElectionTimes(lease_s=1, renew_s=0.7, retry_s=0.1)
 
 
 @dataclass
-class Told:
-    """Of one campaign: the terms it led in; ``0`` for every time it was told to follow."""
+class RecordedCampaign:
+    """One campaign and the terms it led in; ``0`` for every time it had to follow."""
 
     campaign: Campaign
-    words: list[int] = field(default_factory=list)
+    terms: list[int] = field(default_factory=list)
     task: asyncio.Task[None] | None = None
 
     @property
     def leads(self) -> bool:
-        return bool(self.words and self.words[-1])
+        return bool(self.terms and self.terms[-1])
 
 
 @contextlib.asynccontextmanager
-async def running(told: Told) -> AsyncIterator[None]:
+async def running(recorded: RecordedCampaign) -> AsyncIterator[None]:
     """The campaign of one process, ended as the process would."""
-    run = told.campaign.run(told.words.append, lambda: told.words.append(0))
-    told.task = task = asyncio.create_task(run)
+    run = recorded.campaign.run(recorded.terms.append, lambda: recorded.terms.append(0))
+    recorded.task = task = asyncio.create_task(run)
     try:
         yield
     finally:
@@ -38,5 +38,5 @@ async def running(told: Told) -> AsyncIterator[None]:
         await asyncio.gather(task, return_exceptions=True)
 
 
-def candidate(url: str, number: int, times: ElectionTimes = QUICK) -> Told:
-    return Told(parse_election(url, f"tcp://10.0.0.{number}:7700", times))
+def candidate(url: str, number: int, times: ElectionTimes = QUICK) -> RecordedCampaign:
+    return RecordedCampaign(parse_election(url, f"tcp://10.0.0.{number}:7700", times))

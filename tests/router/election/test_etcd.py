@@ -69,63 +69,63 @@ async def test_who_comes_second_is_refused(etcd: Etcd, store: EtcdLock) -> None:
 async def test_a_candidate_that_is_gone_is_removed_by_etcd(etcd: Etcd, store: EtcdLock) -> None:
     # Nobody keeps this one's lease alive: as after kill -9.
     await store.take(await store.read(), "tcp://10.0.0.9:7700#1", 1)
-    told = candidate(url(etcd, "test_a_candidate_that_is_gone_is_removed_by_etcd"), 1, TIMES)
-    async with running(told):
-        await until(lambda: told.campaign.leader == "tcp://10.0.0.9:7700")
-        assert told.words == []
-        await until(lambda: told.words == [2])
+    recorded = candidate(url(etcd, "test_a_candidate_that_is_gone_is_removed_by_etcd"), 1, TIMES)
+    async with running(recorded):
+        await until(lambda: recorded.campaign.leader == "tcp://10.0.0.9:7700")
+        assert recorded.terms == []
+        await until(lambda: recorded.terms == [2])
 
 
 @needs_etcd
 async def test_the_other_leads_as_soon_as_the_first_ends(etcd: Etcd) -> None:
     first, second = (candidate(url(etcd, "ends"), number, TIMES) for number in (1, 2))
     async with running(second):
-        await until(lambda: second.words == [1])
+        await until(lambda: second.terms == [1])
         async with running(first):
             await until(lambda: first.campaign.leader == "tcp://10.0.0.2:7700")
             task = second.task
             assert task is not None
             task.cancel()
             await asyncio.wait([task])
-            assert second.words == [1, 0]
-            await until(lambda: first.words == [2])
+            assert second.terms == [1, 0]
+            await until(lambda: first.terms == [2])
 
 
 @needs_etcd
 async def test_a_key_that_somebody_deletes_is_taken_again_in_a_higher_term(etcd: Etcd) -> None:
-    told = candidate(url(etcd, "deleted"), 1, TIMES)
-    async with running(told):
-        await until(lambda: told.words == [1])
+    recorded = candidate(url(etcd, "deleted"), 1, TIMES)
+    async with running(recorded):
+        await until(lambda: recorded.terms == [1])
         await etcd.delete("deleted")
-        await until(lambda: told.words == [1, 0, 2])
+        await until(lambda: recorded.terms == [1, 0, 2])
         # All of it, as after a restore from nothing: this one remembers.
         await etcd.delete("deleted/term")
         await etcd.delete("deleted")
-        await until(lambda: told.words == [1, 0, 2, 0, 3])
+        await until(lambda: recorded.terms == [1, 0, 2, 0, 3])
 
 
 @needs_etcd
 async def test_an_etcd_that_stops_ends_the_lead(etcd: Etcd) -> None:
-    told = candidate(url(etcd, "stops"), 1, TIMES)
-    async with running(told):
-        await until(lambda: told.words == [1])
+    recorded = candidate(url(etcd, "stops"), 1, TIMES)
+    async with running(recorded):
+        await until(lambda: recorded.terms == [1])
         etcd.stop()
         try:
-            await until(lambda: told.words == [1, 0])
-            assert told.campaign.leader is None
-            await until(lambda: bool(told.campaign.complaint))
+            await until(lambda: recorded.terms == [1, 0])
+            assert recorded.campaign.leader is None
+            await until(lambda: bool(recorded.campaign.complaint))
         finally:
             etcd.go_on()
-        await until(lambda: told.words == [1, 0, 2])
-        assert told.campaign.complaint == ""
+        await until(lambda: recorded.terms == [1, 0, 2])
+        assert recorded.campaign.complaint == ""
 
 
 @needs_etcd
 async def test_a_member_that_is_away_is_passed_over(etcd: Etcd, unused_tcp_port: int) -> None:
     hosts = f"127.0.0.1:{unused_tcp_port},{etcd.url.removeprefix('http://')}"
-    told = candidate(f"etcd://{hosts}/members", 1, TIMES)
-    async with running(told):
-        await until(lambda: told.words == [1])
+    recorded = candidate(f"etcd://{hosts}/members", 1, TIMES)
+    async with running(recorded):
+        await until(lambda: recorded.terms == [1])
 
 
 @needs_etcd

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from campaigns import QUICK, Told, candidate, running
+from campaigns import QUICK, RecordedCampaign, candidate, running
 from harness.until import until
 
 from sglang_sbs.router.election.candidate import Record
@@ -90,16 +90,16 @@ async def test_the_other_leads_in_the_next_term_as_soon_as_the_first_ends(
     first, second = candidate(URL, 1), candidate(URL, 2)
     async with running(second), running(first):
         leader, other = await leader_and_other(first, second)
-        assert leader.words == [1] and other.words == []
+        assert leader.terms == [1] and other.terms == []
         await until(lambda: other.campaign.leader == address(leader, first))
         task = leader.task
         assert task is not None
         task.cancel()
         await asyncio.wait([task])
-        assert leader.words == [1, 0] and not leader.campaign.leads()
+        assert leader.terms == [1, 0] and not leader.campaign.leads()
         # It gave the lock back: nobody waits for as long as it would have lasted.
         assert api.leases.kept[KEY]["spec"]["leaseDurationSeconds"] == 1
-        await until(lambda: other.words == [2])
+        await until(lambda: other.terms == [2])
         assert other.campaign.leader == address(other, first)
 
 
@@ -110,61 +110,61 @@ async def test_an_api_server_that_hangs_ends_the_lead_and_another_takes_it_then(
     async with running(first), running(second):
         leader, _ = await leader_and_other(first, second)
         api.leases.deaf = True
-        await until(lambda: leader.words == [1, 0])
+        await until(lambda: leader.terms == [1, 0])
         assert not first.leads and not second.leads
         await until(lambda: "no response within" in leader.campaign.complaint)
         api.leases.deaf = False
         # Terms rise for everybody, also for who has the lock still.
         await until(lambda: first.leads or second.leads)
-        assert max(first.words + second.words) == 2
+        assert max(first.terms + second.terms) == 2
 
 
 async def test_a_lease_that_is_deleted_is_made_anew_in_a_higher_term(api: FakeKubernetes) -> None:
-    told = candidate(URL, 1)
-    async with running(told):
-        await until(lambda: told.words == [1])
+    recorded = candidate(URL, 1)
+    async with running(recorded):
+        await until(lambda: recorded.terms == [1])
         del api.leases.kept[KEY]
-        await until(lambda: told.words == [1, 0, 2])
-        told.campaign.exceed(40)
-        assert told.words == [1, 0, 2, 0]
-        await until(lambda: told.leads)
-        assert told.words == [1, 0, 2, 0, 41]
+        await until(lambda: recorded.terms == [1, 0, 2])
+        recorded.campaign.exceed(40)
+        assert recorded.terms == [1, 0, 2, 0]
+        await until(lambda: recorded.leads)
+        assert recorded.terms == [1, 0, 2, 0, 41]
 
 
 async def test_a_process_that_was_stopped_follows_before_anything_else(
     api: FakeKubernetes,
 ) -> None:
-    told = candidate(URL, 1)
-    clock = told.campaign._clock
-    async with running(told):
-        await until(lambda: told.words == [1])
-        told.campaign._clock = lambda: clock() + 60.0
+    recorded = candidate(URL, 1)
+    clock = recorded.campaign._clock
+    async with running(recorded):
+        await until(lambda: recorded.terms == [1])
+        recorded.campaign._clock = lambda: clock() + 60.0
         # No other callback of the event loop has run since.
-        assert not told.campaign.leads()
-        assert told.words == [1, 0]
-        await until(lambda: told.words == [1, 0, 2])
+        assert not recorded.campaign.leads()
+        assert recorded.terms == [1, 0]
+        await until(lambda: recorded.terms == [1, 0, 2])
 
 
 async def test_what_the_service_account_lacks_is_said_once(
     api: FakeKubernetes, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    told = candidate(URL, 1)
+    recorded = candidate(URL, 1)
     api.leases.refuse = 403
-    async with running(told):
-        await until(lambda: "Role in namespace llm to get leases" in told.campaign.complaint)
+    async with running(recorded):
+        await until(lambda: "Role in namespace llm to get leases" in recorded.campaign.complaint)
         await asyncio.sleep(3 * QUICK.retry_s)
         assert len([r for r in caplog.records if "is unavailable" in r.message]) == 1
         api.leases.refuse = 0
-        await until(lambda: told.words == [1])
-        assert told.campaign.complaint == ""
+        await until(lambda: recorded.terms == [1])
+        assert recorded.campaign.complaint == ""
         assert "responds again" in caplog.text
 
 
 async def test_a_namespace_that_is_not_there_is_named(api: FakeKubernetes) -> None:
-    told = candidate("k8s://elsewhere/sglang-sbs", 1)
-    async with running(told):
-        await until(lambda: 'namespaces "elsewhere" not found' in told.campaign.complaint)
+    recorded = candidate("k8s://elsewhere/sglang-sbs", 1)
+    async with running(recorded):
+        await until(lambda: 'namespaces "elsewhere" not found' in recorded.campaign.complaint)
 
 
 @pytest.mark.parametrize(
@@ -190,16 +190,18 @@ async def test_a_lease_that_says_that_it_lasts_for_ever_does_not(
 
 async def test_no_way_to_an_api_server_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KUBECONFIG", "/nowhere/kubeconfig")
-    told = candidate(URL, 1)
+    recorded = candidate(URL, 1)
     with pytest.raises(ValueError, match="--sbs-election: no access to the Kubernetes API"):
-        await told.campaign.run(told.words.append, lambda: told.words.append(0))
-    assert told.words == []
+        await recorded.campaign.run(recorded.terms.append, lambda: recorded.terms.append(0))
+    assert recorded.terms == []
 
 
-async def leader_and_other(first: Told, second: Told) -> tuple[Told, Told]:
+async def leader_and_other(
+    first: RecordedCampaign, second: RecordedCampaign
+) -> tuple[RecordedCampaign, RecordedCampaign]:
     await until(lambda: first.leads or second.leads)
     return (first, second) if first.leads else (second, first)
 
 
-def address(told: Told, first: Told) -> str:
-    return "tcp://10.0.0.1:7700" if told is first else "tcp://10.0.0.2:7700"
+def address(recorded: RecordedCampaign, first: RecordedCampaign) -> str:
+    return "tcp://10.0.0.1:7700" if recorded is first else "tcp://10.0.0.2:7700"

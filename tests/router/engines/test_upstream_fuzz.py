@@ -45,7 +45,7 @@ class FakeTransport:
 
 
 class Once(Collector):
-    """Counts how often it is told the end."""
+    """Counts the ends it receives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -317,7 +317,7 @@ async def test_a_request_the_engine_may_have_worked_on_is_not_sent_again() -> No
             assert len(requests) == 2
 
 
-def test_engines_are_told_not_to_compress() -> None:
+def test_engines_are_asked_not_to_compress() -> None:
     assert b"\r\naccept-encoding: identity\r\n" in request_head("POST", ORIGIN, "/", b"", 2)
 
 

@@ -121,7 +121,7 @@ def test_a_namespace_made_by_hand_needs_no_more_than_it_changes() -> None:
         ({"service_discovery": True}, ["--prefill-selector"]),
     ],
 )
-def test_bad_values_are_told_before_anything_starts(fields: dict[str, Any], words: Any) -> None:
+def test_bad_values_are_reported_before_anything_starts(fields: dict[str, Any], words: Any) -> None:
     with pytest.raises(FlagError) as raised:
         launch_router(RouterArgs(**fields))
     assert all(word in str(raised.value) for word in words), raised.value
@@ -137,7 +137,7 @@ def test_bad_values_are_told_before_anything_starts(fields: dict[str, Any], word
         ["--prefill-selector", "app"],
     ],
 )
-def test_bad_words_are_told_with_their_flag(argv: list[str]) -> None:
+def test_bad_words_are_reported_with_their_flag(argv: list[str]) -> None:
     with pytest.raises(FlagError, match=argv[0]):
         parse_router_args(argv)
 

@@ -197,8 +197,8 @@ def test_the_configuration_is_printed_with_its_sources_and_without_secrets(
     assert shown["prefill"] == ["http://p0:30000 8998"]
     assert (shown["api-key"], shown["control-plane-api-keys"]) == ("***", ["***"])
     sources = {line.partition(":")[0]: line.rpartition("# ")[2] for line in out.splitlines()}
-    told = {flag: sources[flag] for flag in ("policy", "api-key", "admin-api-key", "host")}
-    assert told == {
+    found = {flag: sources[flag] for flag in ("policy", "api-key", "admin-api-key", "host")}
+    assert found == {
         "policy": file[1],
         "api-key": "command line",
         "admin-api-key": "SGLANG_SBS_ADMIN_API_KEY",

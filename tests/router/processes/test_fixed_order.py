@@ -161,12 +161,12 @@ class _Model:
             for o in self.orders
         ]
         for own, order in enumerate(self.orders):
-            heard = [
+            received = [
                 standings[i] if i != own and self.sees("s", own, i) else None
                 for i in range(self.count)
             ]
             before = order.term
-            after = order.decide(heard, self.now_s)
+            after = order.decide(received, self.now_s)
             if after is not None and before is None:
                 self.terms.append(after)
         for front_end in range(self.front_ends):

@@ -63,11 +63,11 @@ async def test_the_scheduler_hears_of_blocks_and_session_and_the_front_end_lets_
     world: World,
 ) -> None:
     side = await world.boot()
-    heard = []
+    received = []
     handle = side.scheduler.handle
 
     def listen(event: Event, now_s: float) -> list[Command]:
-        heard.append(event)
+        received.append(event)
         return handle(event, now_s)
 
     side.scheduler.handle = listen  # type: ignore[method-assign]
@@ -75,25 +75,25 @@ async def test_the_scheduler_hears_of_blocks_and_session_and_the_front_end_lets_
     blocks = [-(1 << 63), 5, (1 << 63) - 1]
     request = submitted("a", 200, blocks=blocks, block_tokens=64, session="talk")
     await front_end.link.dispatch(request)
-    (arrival,) = [event for event in heard if isinstance(event, RequestArrived)]
+    (arrival,) = [event for event in received if isinstance(event, RequestArrived)]
     assert (arrival.blocks, arrival.block_tokens, arrival.session) == (blocks, 64, "talk")
     assert request.arrival.blocks == []
 
 
 async def test_priority_slo_and_tenant_reach_the_scheduler(world: World) -> None:
     side = await world.boot()
-    heard = []
+    received = []
     handle = side.scheduler.handle
 
     def listen(event: Event, now_s: float) -> list[Command]:
-        heard.append(event)
+        received.append(event)
         return handle(event, now_s)
 
     side.scheduler.handle = listen  # type: ignore[method-assign]
     front_end = await world.front_end()
     request = submitted("a", 2, priority=-2, ttft_slo_s=0.5, tenant="gold")
     await front_end.link.dispatch(request)
-    (arrival,) = [event for event in heard if isinstance(event, RequestArrived)]
+    (arrival,) = [event for event in received if isinstance(event, RequestArrived)]
     assert (arrival.priority, arrival.ttft_slo_s, arrival.tenant) == (-2, 0.5, "gold")
 
 
@@ -312,7 +312,7 @@ async def test_every_front_end_learns_that_a_worker_takes_ranks_as_hints(world: 
     assert "as a hint" in late.problems["rank-is-a-hint"]
 
 
-async def test_a_lost_worker_and_an_abort_are_told_to_all(world: World) -> None:
+async def test_a_lost_worker_and_an_abort_are_sent_to_all(world: World) -> None:
     side = await world.boot()
     first, other = [await world.front_end() for _ in range(2)]
     worker = side.registry.of_role("decode")[0]
@@ -369,10 +369,10 @@ async def test_another_version_is_refused_and_the_front_end_serves_alone(
 
 async def test_messages_of_strangers_change_nothing(world: World) -> None:
     side = await world.boot()
-    heard: list[Any] = []
-    line = world.net.connect(heard.append)
+    received: list[Any] = []
+    line = world.net.connect(received.append)
     assert line.tell(RequestEnded(rid="a", outcome="completed"))
-    await until(lambda: heard == [Unwelcome(term=1)])
+    await until(lambda: received == [Unwelcome(term=1)])
     front_ends = [await world.front_end() for _ in range(2)]
     await front_ends[0].ask("a")
     thief = front_ends[1].link._line

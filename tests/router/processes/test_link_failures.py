@@ -84,8 +84,8 @@ async def test_whatever_step_of_going_alone_fails_all_of_them_are_taken_in_the_e
     side = await world.boot(HOLDING)
     front_end = await world.front_end()
     link = front_end.link
-    told = front_end.alone_told
-    told.clear()
+    changes = front_end.alone_changes
+    changes.clear()
     await front_end.ask("running")
     waiting = front_end.ask("waiting")
     await until(lambda: side.books[0] == 1)
@@ -100,11 +100,11 @@ async def test_whatever_step_of_going_alone_fails_all_of_them_are_taken_in_the_e
     world.crash()
     assert (await waiting).prefill
     assert (await front_end.ask("late")).prefill
-    await until(lambda: told == [True])
+    await until(lambda: changes == [True])
     side = await world.boot()
     await until(lambda: link.connected)
     await until(lambda: side.books == (0, 3, 6) and side.hub.front_ends == 1)
-    assert told == [True, False]
+    assert changes == [True, False]
 
 
 async def test_an_open_dashboard_shows_a_late_fallback(

@@ -49,10 +49,10 @@ async def test_a_standby_says_who_leads(several: Several) -> None:
     ballot.leader = "b"
     front_end = FrontEnd({"a": several.nets["a"]})
     several.front_ends.append(front_end)
-    heard: list[object] = []
-    line = several.nets["a"].connect(heard.append)
+    received: list[object] = []
+    line = several.nets["a"].connect(received.append)
     line.tell(Hello(version=1, front_end="f", name="f"))
-    await until(lambda: heard == [messages.Unwelcome(standby=True, active="b")])
+    await until(lambda: received == [messages.Unwelcome(standby=True, active="b")])
     # Behind the one address there may be another next time: it is dialled anew.
     assert not await front_end.link.start(0.02)
     first = front_end.link._line
@@ -61,7 +61,7 @@ async def test_a_standby_says_who_leads(several: Several) -> None:
     await several.all_follow("a")
 
 
-async def test_when_another_takes_over_it_is_told_what_is_in_flight(several: Several) -> None:
+async def test_a_scheduler_that_takes_over_receives_what_is_in_flight(several: Several) -> None:
     side, other = several.scheduler("a"), several.scheduler("b")
     several.ballots["a"].win(1)
     front_ends = [await several.front_end() for _ in range(2)]
@@ -139,7 +139,7 @@ async def test_a_leader_of_an_earlier_term_gets_no_front_ends(
     several.crash("b")
     await until(lambda: not front_end.link.connected)
     exceeded = len(several.ballots["a"].exceeded)
-    await until(lambda: len(several.ballots["a"].exceeded) > exceeded + 10)  # it is asked, and told
+    await until(lambda: len(several.ballots["a"].exceeded) > exceeded + 10)  # it receives the term
     assert not front_end.link.connected
     await front_end.ask("alone")
     assert front_end.alone.dispatches == 1
@@ -159,7 +159,7 @@ async def test_of_two_that_believe_in_their_lead_all_follow_the_later(several: S
     assert side.books == (0, 1, 2)
     several.ballots["b"].win(2)
     await several.all_follow("b")
-    await until(lambda: several.ballots["a"].exceeded)  # the first is told of the later term
+    await until(lambda: several.ballots["a"].exceeded)  # the first receives the later term
     for number, front_end in enumerate(front_ends):
         await front_end.ask(f"after {number}")
     await until(lambda: other.books == (0, 4, 8))
@@ -207,13 +207,13 @@ async def test_a_lead_that_has_lapsed_sends_nothing_more(several: Several) -> No
     front_end = await several.front_end()
     line = front_end.link._line
     assert line is not None
-    heard: list[object] = []
-    line._receive = heard.append
+    received: list[object] = []
+    line._receive = received.append
     side.hub._ticker.cancel()  # it would say so, but may come later
     several.ballots["a"].lapsed = True
     waiting = front_end.ask("late")
-    await until(lambda: heard and isinstance(heard[-1], messages.Unwelcome))
-    assert not any(isinstance(message, Decisions) for message in heard)
+    await until(lambda: received and isinstance(received[-1], messages.Unwelcome))
+    assert not any(isinstance(message, Decisions) for message in received)
     assert side.books == (0, 0, 0)
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)

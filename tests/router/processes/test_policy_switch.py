@@ -140,7 +140,7 @@ async def test_two_front_ends_and_a_scheduler_that_is_killed_under_load() -> Non
         await group.says(r"scheduler serves", times=2)
         await engines.shows(group, "sbs_front_ends", 2)
         assert build in await engines.metrics(group)
-        assert {told["policy"] for told in await policies(group)} == {"round_robin"}
+        assert {answer["policy"] for answer in await policies(group)} == {"round_robin"}
         engines.decode[0].token_gate.open()
         assert all(map(complete, await asyncio.gather(*streams)))
         assert await switch(group, "sbs") == 200

@@ -53,13 +53,13 @@ class Door:
 
     async def knock(self, keys: CurveKeys | None, seconds: float = TIMEOUT_S) -> bool:
         """Whether a front end with these keys is answered."""
-        heard: asyncio.Future[FromScheduler] = asyncio.get_running_loop().create_future()
-        line = FrontEndSocket(keys, self.endpoint, heard.set_result)
+        received: asyncio.Future[FromScheduler] = asyncio.get_running_loop().create_future()
+        line = FrontEndSocket(keys, self.endpoint, received.set_result)
         try:
             async with asyncio.timeout(seconds):
                 while not line.tell(HELLO):  # noqa: ASYNC110 - ZMQ connects without an event
                     await asyncio.sleep(0.01)
-                await heard
+                await received
         except TimeoutError:
             return False
         finally:
@@ -202,13 +202,13 @@ async def test_a_connection_that_is_swallowed_for_good_is_made_anew(
     monkeypatch.setattr(sockets_module, "_HEARTBEAT_MS", 50)
     monkeypatch.setattr(sockets_module, "_SILENCE_MS", 200)
     door, network = Door(keys), Swallower()
-    heard: list[FromScheduler] = []
-    line = FrontEndSocket(keys, await network.open(door.endpoint), heard.append)
+    received: list[FromScheduler] = []
+    line = FrontEndSocket(keys, await network.open(door.endpoint), received.append)
 
     async def answered() -> None:
-        before = len(heard)
+        before = len(received)
         async with asyncio.timeout(TIMEOUT_S):
-            while len(heard) == before:
+            while len(received) == before:
                 line.tell(HELLO)
                 await asyncio.sleep(0.02)
 

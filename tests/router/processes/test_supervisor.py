@@ -34,7 +34,7 @@ FACTS = orjson.dumps({"prometheus_port": 1, "endforward": None}) + b"\n"
 
 
 class FakeProcess:
-    """Serves from the start until it is told to end."""
+    """Serves from the start until it is asked to end."""
 
     def __init__(self, pid: int, fd: int) -> None:
         self.pid = pid
@@ -213,7 +213,7 @@ def test_answers_that_came_late_do_not_speak_for_a_child_that_hangs() -> None:
     line.close()
 
 
-async def test_a_child_is_told_that_its_supervisor_ended_while_it_started() -> None:
+async def test_a_child_notices_that_its_supervisor_ended_while_it_started() -> None:
     line = ChildLine()
     fd = line.child_socket.detach()
     line.close()

@@ -21,8 +21,8 @@ BODY = json.dumps({"baseline": "round_robin", "slot": "1h", "seed": 0}).encode()
 
 async def ask(front_end: FrontEnd, do: str) -> dict[str, Any]:
     done = await front_end.link.ask(AskTrial(do=do, body=BODY))
-    told: dict[str, Any] = json.loads(done.payload)
-    return told
+    answer: dict[str, Any] = json.loads(done.payload)
+    return answer
 
 
 async def in_a_slot_of_the_baseline(several: Several) -> tuple[SchedulerSide, list[FrontEnd]]:
@@ -64,9 +64,9 @@ async def test_a_standby_that_takes_over_goes_back_to_the_policy_before_it(
     await until(lambda: all(f.link.policy.policy == "least_tokens" for f in several.front_ends))
     assert two.scheduler.snapshot(0.0).policy == "least_tokens"
     assert two.hub.policy.state.back_to == ""
-    told = await ask(first, "show")
-    assert told["running"] is False
-    assert "because its scheduler is gone" in told["text"]
+    answer = await ask(first, "show")
+    assert answer["running"] is False
+    assert "because its scheduler is gone" in answer["text"]
     assert (await ask(second, "begin"))["running"]
 
 
@@ -95,15 +95,15 @@ async def test_a_scheduler_that_ends_in_order_leaves_the_policy_behind(several: 
 
 
 def test_what_a_trial_leaves_to_others() -> None:
-    told: list[str] = []
+    switched: list[str] = []
     policy = PolicyInForce("sbs")
-    policy.listeners.append(told.append)
+    policy.listeners.append(switched.append)
     policy.switch("eta", "a trial", term=1, back_to="sbs")
     assert (policy.policy, policy.lasting) == ("eta", "sbs")
     before = policy.state
     policy.switch("eta", "somebody", term=1)
     assert policy.state is not before
-    assert (policy.policy, policy.lasting, told) == ("eta", "eta", ["eta"])
+    assert (policy.policy, policy.lasting, switched) == ("eta", "eta", ["eta"])
     other = PolicyInForce("round_robin")
     assert other.inherit(before, term=2)
     assert (other.policy, other.state.back_to, other.state.age) == ("sbs", "", (2, 2))

@@ -120,18 +120,18 @@ def test_only_requests_events_may_be_sent_not_those_of_instances():
         decode_to_scheduler([TOPIC, body])
 
 
-def test_a_worker_is_told_of_in_the_words_of_every_release():
+def test_a_worker_is_described_in_the_words_of_every_release():
     """What another release says of one is read, and the answer to it has the same names."""
-    told = {
+    sent = {
         **{"url": "http://p0:1", "role": "prefill", "id": "x", "bootstrap_port": 8998},
         "info": {"dp_size": 2, "sbs": {"boot_id": "b"}, "captured_tokens": [1, 2], "later": 1},
         **{"healthy": True, "breaker": "open", "active": 3, "cost": 2.0, "labels": {"a": "b"}},
         **{"report_age_s": 0.5, "reports": 7, "spelled": 1},
     }
-    body = msgspec.msgpack.encode({"type": "Cluster", "workers": [told]})
+    body = msgspec.msgpack.encode({"type": "Cluster", "workers": [sent]})
     message = decode_from_scheduler([TOPIC, body])
     (said,) = msgspec.msgpack.decode(encode(message)[1])["workers"]
-    assert said | {"info": None} == told | {"info": None}
+    assert said | {"info": None} == sent | {"info": None}
     assert said["info"]["dp_size"] == 2
     assert said["info"]["sbs"]["boot_id"] == "b"
     assert said["info"]["captured_tokens"] == [1, 2]

@@ -1,4 +1,4 @@
-"""What the scheduler is told of prompts, and what engines get."""
+"""What the scheduler receives about prompts, and what engines get."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def compared(*flags: str, **more: Any) -> AbstractAsyncContextManager[Cluster]:
     return cluster(*MODEL_FLAG, *flags, **more, monitor=monitor)
 
 
-async def test_the_scheduler_is_told_blocks_and_session() -> None:
+async def test_the_scheduler_receives_blocks_and_session() -> None:
     async with cluster(*MODEL_FLAG) as system:
         prompt = list(range(100))
         body = {"input_ids": prompt, "session_id": "body"}

@@ -1,4 +1,4 @@
-"""What the router finds out about prompts, what the scheduler is told, and what engines get."""
+"""What the router finds out about prompts, what the scheduler receives, and what engines get."""
 
 from __future__ import annotations
 

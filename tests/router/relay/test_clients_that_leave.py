@@ -57,7 +57,7 @@ async def test_a_client_that_leaves_mid_stream_aborts_both_legs() -> None:
         c.check_books()
 
 
-async def test_when_many_clients_vanish_engines_are_told_over_few_connections() -> None:
+async def test_when_many_clients_vanish_aborts_are_sent_over_few_connections() -> None:
     clients = 150
     async with cluster() as c:
         c.decode[0].gate.close()

@@ -25,7 +25,7 @@ async def held(c: Cluster) -> asyncio.Task[tuple[int, Any]]:
 
 
 def let_go(c: Cluster, refused: RequestArrived | None = None) -> None:
-    """All at once, as a policy may; ``refused`` is not taken, and is told so first."""
+    """All at once, as a policy may; ``refused`` is not taken, and gets its refusal first."""
     dispatcher: Any = c.server.dispatcher
     c.scheduler.hold = False
     if refused is not None:

@@ -93,7 +93,7 @@ FAULTS = [
 
 
 class Books:
-    """The real scheduler, and what it was told."""
+    """The real scheduler, and the events it received."""
 
     def __init__(self) -> None:
         self._scheduler = Scheduler(SchedulerConfig(policy="round_robin"))
@@ -241,7 +241,7 @@ async def strike(s: Scene, fault: Fault) -> None:
 
 
 async def check_other_leg_aborted(s: Scene, fault: Fault, attempts: list[RequestArrived]) -> None:
-    """The leg that worked was aborted by id, and heard nothing more."""
+    """The leg that worked was aborted by id, and received nothing more."""
     first = attempts[0].rid
     reached = [r for engine in s.others for r in engine.requests if r.rid == first]
     # A connection that fails at once may fail before the other leg has left: nothing to abort.

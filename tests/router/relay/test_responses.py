@@ -326,7 +326,7 @@ async def test_response_created_does_not_tell_that_the_kv_is_there(later: bool) 
     async with cluster("--kv-transfer-timeout-secs", str(SENT_AT_ONCE), decode_says=slow) as c:
         prefill, decode = c.prefill[0], c.decode[0]
         prefill.ignores_aborts = True
-        prefill.reply_gate.close()  # the KV cache is sent, and nobody was told
+        prefill.reply_gate.close()  # the KV cache is sent, but there is no reply yet
         decode.gate.close()
         if later:
             decode.begin_gate.close()

@@ -1,4 +1,4 @@
-"""Priority, SLO and tenant: read from the client, told to the scheduler, kept from engines."""
+"""Priority, SLO and tenant: read from the client, sent to the scheduler, kept from engines."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ async def test_without_priority_headers_engines_get_no_priority() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"), [((), 3), (("--schedule-low-priority-values-first",), -3)]
+    ("flags", "submitted"), [((), 3), (("--schedule-low-priority-values-first",), -3)]
 )
 async def test_priority_goes_to_the_scheduler_and_on_to_both_engines(
-    flags: tuple[str, ...], told: int
+    flags: tuple[str, ...], submitted: int
 ) -> None:
     _, (_, legs), (arrived,) = await arrivals(*flags, priority=3)
-    assert arrived.priority == told
+    assert arrived.priority == submitted
     assert [leg.body["priority"] for leg in legs] == [3, 3]
 
 
@@ -70,19 +70,19 @@ async def test_without_the_flag_nobody_is_a_tenant() -> None:
 
 @pytest.mark.parametrize("priority", ["1", 1.5, True, [1], {}])
 async def test_a_priority_that_is_no_whole_number_is_a_400(priority: Any) -> None:
-    status, (answer, legs), told = await arrivals(priority=priority)
+    status, (answer, legs), arrived = await arrivals(priority=priority)
     assert status == 400
     assert answer["error"]["code"] == "invalid_request"
     assert "priority must be a whole number" in answer["error"]["message"]
-    assert legs == told == []
+    assert legs == arrived == []
 
 
 @pytest.mark.parametrize("slo", ["", "0", "-5", "fast", "1e3", "nan", "1,2", "9" * 13])
 async def test_an_slo_that_is_no_time_is_a_400(slo: str) -> None:
-    status, (answer, _), told = await arrivals(headers={"x-sgl-ttft-slo-ms": slo})
+    status, (answer, _), arrived = await arrivals(headers={"x-sgl-ttft-slo-ms": slo})
     assert status == 400
     assert "x-sgl-ttft-slo-ms must be milliseconds above 0" in answer["error"]["message"]
-    assert told == []
+    assert arrived == []
 
 
 def test_a_header_that_is_there_twice_or_too_long_is_refused() -> None:

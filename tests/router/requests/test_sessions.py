@@ -69,7 +69,7 @@ def test_metadata_of_other_apis_is_not_looked_at() -> None:
     assert in_body(messages=False, metadata={"user_id": f"{ACCOUNT}_session_{UUID}"}) == ""
 
 
-def test_names_are_bounded_and_told_apart_to_the_end() -> None:
+def test_names_are_bounded_and_distinguished_to_the_end() -> None:
     long, other = "s" * 60_000, "s" * 59_999 + "t"
     assert digest_of(in_body(session_id=long)) != digest_of(in_body(session_id=other))
     assert len(digest_of(long)) <= MAX_SESSION_CHARS

@@ -100,11 +100,11 @@ async def test_what_two_workers_share_stays_connected_as_long_as_one_of_them_is_
         await until(lambda: not other.listened_to)
         setup.listener.removed(setup.prefill.url)
 
-        def heard() -> bool:
+        def received() -> bool:
             shared.send(encode_endforward(engine.report()))
             return bool(setup.bound())
 
-        await until(heard)
+        await until(received)
         assert shared.listened_to and len(shared.subscriptions) == 1
         setup.listener.removed(setup.decode.url)
         await until(lambda: not shared.listened_to)
@@ -141,7 +141,7 @@ async def test_engines_that_bind_are_connected_to_also_if_the_router_listens_lat
         setup.listener.removed(setup.prefill.url)
 
 
-async def test_an_endpoint_that_cannot_be_one_is_told_and_the_others_are_heard(
+async def test_an_impossible_endpoint_is_logged_and_the_others_are_connected_to(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with engines_bind(1) as (engine,), listening() as setup:
@@ -175,7 +175,7 @@ async def test_a_removed_worker_that_binds_is_not_connected_to_any_more() -> Non
 
 
 class Wire:
-    """Between router and engine: what goes through here may stop to, and nobody is told."""
+    """Between router and engine: what goes through here may stop, without an error."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -214,7 +214,7 @@ class Wire:
             end.close()
 
 
-async def test_an_engine_that_binds_is_heard_again_after_its_host_vanished(
+async def test_reports_of_an_engine_that_binds_arrive_again_after_its_host_vanished(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(endforward_socket._OF_SUBSCRIBERS, zmq.HEARTBEAT_IVL, 50)
@@ -228,11 +228,11 @@ async def test_an_engine_that_binds_is_heard_again_after_its_host_vanished(
             await publish_until(engine, setup.bound)
             wire.vanish()
 
-            def heard() -> bool:
+            def received() -> bool:
                 later = (e for e in setup.events if isinstance(e, ForwardEnded))
                 return any(event.report.extend_tokens == 777 for event in later)
 
-            await publish_until(engine, heard, extend_tokens=777)
+            await publish_until(engine, received, extend_tokens=777)
     finally:
         wire.close()
         await engine.stop()

@@ -59,35 +59,37 @@ def is_full(peers: PeerLimit) -> bool:
     return peers.connections == PLACES and peers.refused > 0
 
 
-async def test_a_new_engine_is_heard_and_one_that_was_heard_stays(keys: CurveKeys | None) -> None:
+async def test_a_new_engine_gets_through_and_one_that_was_connected_stays(
+    keys: CurveKeys | None,
+) -> None:
     setup, engine = Setup(), MockEngine("prefill")
     endpoint = setup.listener.open("tcp://127.0.0.1:*", keys)
     peers = setup.listener.peers
     assert endpoint is not None
     assert peers is not None
 
-    def hears(publisher: Publisher) -> Callable[[], bool]:
+    def receives(publisher: Publisher) -> Callable[[], bool]:
         setup.events.clear()
 
-        def heard() -> bool:
+        def received() -> bool:
             publisher.send(encode_endforward(engine.report(instance_id=setup.prefill.url)))
             return len(setup.bound()) >= 3
 
-        return heard
+        return received
 
     with ExitStack() as stack:
         stack.callback(setup.listener.close)
         old = Publisher([endpoint], None, keys=keys)
         stack.callback(old.close)
-        await until(hears(old))
+        await until(receives(old))
         (its_place,) = peers._proved
         # An XPUB may connect to an endpoint several times.
         stack.enter_context(strangers(endpoint, zmq.XPUB, keys))
         await until(lambda: is_full(peers))
         new = Publisher([endpoint], None, keys=keys)
         stack.callback(new.close)
-        await until(hears(new))
-        await until(hears(old))
+        await until(receives(new))
+        await until(receives(old))
         assert its_place in peers._proved
         assert len(peers._proved) == 2
         assert peers.connections <= PLACES
@@ -106,11 +108,11 @@ async def test_with_every_place_proved_the_newest_is_closed(
     engine.connect_publisher(endpoint)
     try:
 
-        def heard() -> bool:
+        def received() -> bool:
             engine.publish(engine.report(instance_id=setup.prefill.url))
             return bool(peers._proved)
 
-        await until(heard)
+        await until(received)
         before = set(peers._proved)
         with socket.create_connection(("127.0.0.1", int(endpoint.rpartition(":")[2]))):
             await until(lambda: peers.refused == 1)
@@ -122,7 +124,7 @@ async def test_with_every_place_proved_the_newest_is_closed(
 
 async def test_a_new_front_end_is_answered(keys: CurveKeys | None) -> None:
     taken: list[ToScheduler] = []
-    heard: list[FromScheduler] = []
+    received: list[FromScheduler] = []
 
     def take(identity: bytes, message: ToScheduler) -> None:
         taken.append(message)
@@ -137,12 +139,12 @@ async def test_a_new_front_end_is_answered(keys: CurveKeys | None) -> None:
         # A DEALER connects to an endpoint only once; a REP is no peer of a ROUTER's, a ROUTER is.
         stack.enter_context(strangers(endpoint, zmq.ROUTER, keys))
         await until(lambda: peers.connections == PLACES)
-        line = FrontEndSocket(keys, endpoint, heard.append)
+        line = FrontEndSocket(keys, endpoint, received.append)
         stack.callback(line.close)
 
         def answered() -> bool:
             line.tell(HELLO)
-            return bool(heard)
+            return bool(received)
 
         await until(answered)
         assert taken[0] == HELLO

@@ -71,19 +71,19 @@ def on_loop(main: Callable[[Dns], Awaitable[None]]) -> None:
 @contextmanager
 def engine() -> Iterator[tuple[int, Callable[[bytes], bool]]]:
     """An engine's port, and whether a router subscribed there to a topic."""
-    heard: list[bytes] = []
+    received: list[bytes] = []
     with zmq.Context() as context, context.socket(zmq.XPUB) as sock:
         port = sock.bind_to_random_port("tcp://127.0.0.1")
 
         def subscribed(topic: bytes) -> bool:
             while sock.poll(0):
-                heard.append(sock.recv())
-            return b"\x01" + topic in heard
+                received.append(sock.recv())
+            return b"\x01" + topic in received
 
         yield port, subscribed
 
 
-def test_engines_are_heard_by_name_while_another_name_hangs() -> None:
+def test_engines_are_reached_by_name_while_another_name_hangs() -> None:
     async def main(dns: Dns) -> None:
         setup = Setup(HANGS, NAME)
         setup.listener.open(None)
@@ -164,19 +164,19 @@ def test_a_scheduler_is_dialled_by_address_and_followed_when_it_moves() -> None:
     """libzmq is never given the name, however it is answered."""
 
     async def main(dns: Dns) -> None:
-        heard: list[FromScheduler] = []
+        received: list[FromScheduler] = []
         scheduler = SchedulerSocket()
         endpoint = scheduler.open(
             "tcp://127.0.0.1:*", None, lambda identity, _: scheduler.tell(identity, Alive())
         )
         port = endpoint.rpartition(":")[2]
         quick = partial(FrontEndSocket, None, silent_s=0.0, follow_s=0.01)
-        hanging = quick(f"tcp://{HANGS}:{port}", heard.append)
-        line = quick(f"tcp://{NAME}:{port}", heard.append)
+        hanging = quick(f"tcp://{HANGS}:{port}", received.append)
+        line = quick(f"tcp://{NAME}:{port}", received.append)
 
         def answered() -> bool:
             line.tell(HELLO)
-            return bool(heard)
+            return bool(received)
 
         try:
             await until(answered)
@@ -185,7 +185,7 @@ def test_a_scheduler_is_dialled_by_address_and_followed_when_it_moves() -> None:
             dns.addresses = [NOWHERE]
             await until(lambda: not line.tell(HELLO))
             dns.addresses = [NOWHERE, "127.0.0.1"]
-            heard.clear()
+            received.clear()
             await until(answered)
         finally:
             hanging.close()  # returns, though its name hangs

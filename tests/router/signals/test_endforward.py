@@ -105,7 +105,7 @@ def test_what_no_engine_can_mean_is_dropped_and_counted(fields: dict[str, Any]) 
     assert setup.events == []
 
 
-def test_an_engine_that_has_made_no_pass_for_a_week_is_heard() -> None:
+def test_reports_of_an_engine_without_a_pass_for_a_week_are_received() -> None:
     setup = Setup()
     for rank, kind in enumerate(("heartbeat", "idle")):
         fields = {"instance_id": setup.prefill.url, "kind": kind, "age_s": 7 * 86_400.0}
@@ -317,7 +317,7 @@ async def test_messages_of_another_length_cost_one_of_their_neighbours_at_most()
     assert ids[-4:] == [1, 2, 3, 4]
 
 
-async def test_connections_beyond_the_limit_are_closed_and_engines_are_heard(
+async def test_connections_beyond_the_limit_are_closed_and_engines_still_report(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(peer_limit, "LEAST_PEERS", 20)

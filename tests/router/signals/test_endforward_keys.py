@@ -48,7 +48,7 @@ def say(publisher: Publisher, engine: MockEngine, **fields: Any) -> None:
     publisher.send(encode_endforward(engine.report(**fields)))
 
 
-async def test_only_who_has_the_secret_is_heard(key_file: Path) -> None:
+async def test_only_reports_with_the_secret_are_received(key_file: Path) -> None:
     flag = ("--sbs-endforward-key-file", str(key_file))
     async with cluster(*flag, prefill_dp=1, decode_dp=1, sbs_block=True) as c:
         endpoint = str(c.server.endforward_endpoint)
@@ -65,8 +65,8 @@ async def test_only_who_has_the_secret_is_heard(key_file: Path) -> None:
                 if len(c.scheduler.of(ForwardEnded)) >= 50:
                     break
         right.close()
-        heard = {event.instance for event in c.scheduler.of(ForwardEnded)}
-        assert heard == {c.prefill[0].url}
+        received = {event.instance for event in c.scheduler.of(ForwardEnded)}
+        assert received == {c.prefill[0].url}
         assert len(c.scheduler.of(ForwardEnded)) >= 50
 
 
@@ -90,11 +90,11 @@ async def test_an_engine_that_binds_shows_itself_only_to_who_has_the_secret(
                     assert answer.status == 202
                 await until(lambda: c.server.registry.get(engine.url).usable)  # type: ignore[union-attr]
 
-                def heard() -> bool:
+                def received() -> bool:
                     say(publisher, engine)
                     return len(c.scheduler.of(ForwardEnded)) >= 5
 
-                await until(heard)
+                await until(received)
             with pytest.raises(zmq.Again):
                 spy.recv(zmq.NOBLOCK)
     finally:
@@ -107,19 +107,19 @@ async def test_messages_that_are_too_large_are_not_read_and_the_next_ones_are() 
     async with cluster(prefill_dp=1, sbs_block=True) as c:
         with publishing([str(c.server.endforward_endpoint)], None) as publisher:
 
-            def heard() -> bool:
+            def received() -> bool:
                 say(publisher, c.prefill[0])
                 return bool(c.scheduler.of(ForwardEnded))
 
-            await until(heard)
+            await until(received)
             publisher.send([TOPIC, b"\0" * 8, b"x" * (_MAX_MESSAGE_BYTES + 1)])
             count = len(c.scheduler.of(ForwardEnded))
 
-            def heard_again() -> bool:
+            def received_again() -> bool:
                 say(publisher, c.prefill[0])
                 return len(c.scheduler.of(ForwardEnded)) > count + 20
 
-            await until(heard_again)
+            await until(received_again)
             async with c.get("/readiness") as response:
                 assert response.status == 200
 

@@ -1,4 +1,4 @@
-"""One rank's KV events: whatever is lost, what the scheduler is told stays the truth."""
+"""One rank's KV events: whatever is lost, what the scheduler receives stays the truth."""
 
 from __future__ import annotations
 

@@ -228,7 +228,7 @@ def test_an_event_has_a_size() -> None:
 
 
 def test_very_many_changes_in_one_message_are_no_message() -> None:
-    """Each would be told to the scheduler by itself."""
+    """Each would be sent to the scheduler by itself."""
     events = [event for _ in range(5001) for event in (stored([1]), removed([1]))]
     with pytest.raises(MalformedMessage, match="changes"):
         decode_kv_batch(batch(*events))

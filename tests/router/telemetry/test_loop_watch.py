@@ -1,4 +1,4 @@
-"""What is told of an event loop that stood still: how long, where, and why."""
+"""What is reported of an event loop that stood still: how long, where, and why."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ def holds_the_loop(until: threading.Event) -> None:
 async def test_the_stack_is_logged_while_the_loop_stands_and_the_time_after(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    told = threading.Event()
+    logged = threading.Event()
 
-    class Told(logging.Handler):
+    class SetWhenLogged(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            told.set()
+            logged.set()
 
-    handler = Told()
+    handler = SetWhenLogged()
     loop_watch.logger.addHandler(handler)
     watch = LoopWatch()
     task = asyncio.create_task(watch.run())
     try:
         await asyncio.sleep(0)
-        holds_the_loop(told)  # until the other thread has told
+        holds_the_loop(logged)  # until the other thread has logged it
         while not watch.stalls:  # noqa: ASYNC110 (the next beat)
             await asyncio.sleep(0.01)
     finally:
@@ -73,7 +73,7 @@ async def test_nothing_is_left_behind() -> None:
             await asyncio.sleep(0.01)
 
 
-def test_the_cause_is_told_from_cpu_time_and_collections() -> None:
+def test_the_cause_is_derived_from_cpu_time_and_collections() -> None:
     assert "garbage collection took 0.80 s" in _cause(1.0, 1.0, 0.8)
     assert "waited for a processor or for a disk" in _cause(1.0, 0.1, 0.0)
     assert "computed for 0.90 s" in _cause(1.0, 0.9, 0.0)

@@ -16,7 +16,7 @@ SOON, LATE, SILENT = 0.0, QUIET_S, SILENT_AFTER_S
 
 
 @pytest.mark.parametrize(
-    ("known", "boot_id", "told", "quiet_s", "retired", "verdict"),
+    ("known", "boot_id", "shown", "quiet_s", "retired", "verdict"),
     [
         # The first word of a rank is believed, whatever /server_info shows: there are other nodes.
         (None, "b1", "", SOON, False, BootVerdict.BELIEVED),
@@ -42,14 +42,14 @@ SOON, LATE, SILENT = 0.0, QUIET_S, SILENT_AFTER_S
     ],
 )
 def test_the_verdict_on_a_boot_id(
-    known: str | None, boot_id: str, told: str, quiet_s: float, retired: bool, verdict: BootVerdict
+    known: str | None, boot_id: str, shown: str, quiet_s: float, retired: bool, verdict: BootVerdict
 ) -> None:
     boot = BootIdentity()
     if known is not None:
         boot.by_rank[0] = known
     if retired:
         boot.retired.add(boot_id)
-    assert boot.judge(0, boot_id, told, quiet_s) is verdict
+    assert boot.judge(0, boot_id, shown, quiet_s) is verdict
 
 
 @pytest.mark.parametrize(

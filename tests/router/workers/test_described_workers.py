@@ -56,8 +56,8 @@ def test_only_a_prefill_worker_is_announced_with_its_most_requests() -> None:
     for url, role in (("http://p:1", "prefill"), ("http://d:1", "decode")):
         worker = setup.up(url, role)
         setup.registry.described(worker, WorkerInfo(dp_size=2, prefill_max_requests=4))
-    told = {e.instance: e.prefill_max_requests for e in setup.events if isinstance(e, InstanceUp)}
-    assert told == {"http://p:1": 4, "http://d:1": 0}
+    limits = {e.instance: e.prefill_max_requests for e in setup.events if isinstance(e, InstanceUp)}
+    assert limits == {"http://p:1": 4, "http://d:1": 0}
 
 
 def test_only_a_decode_worker_allocates_late() -> None:
@@ -161,7 +161,7 @@ def test_the_plugins_block_is_read() -> None:
         ),
     ],
 )
-def test_an_engine_whose_ranks_make_passes_of_their_own_is_told_apart(
+def test_an_engine_whose_ranks_make_passes_of_their_own_is_recognised(
     said: dict[str, Any], ranks: str, source: str
 ) -> None:
     setup = Setup()
@@ -198,9 +198,9 @@ def test_a_worker_that_is_down_tells_why_and_no_other_problem() -> None:
         setup.registry.report_problem(worker, "loads", "no load polls")
     assert {text for _, text in problems_of(setup.registry)} == {"no load polls"}
     setup.registry.set_healthy(first, False, "nothing listens there")
-    told = problems_of(setup.registry)
-    assert told[0] == (first.url, "nothing listens there")
-    assert [url for url, _ in told].count(first.url) == 1
+    problems = problems_of(setup.registry)
+    assert problems[0] == (first.url, "nothing listens there")
+    assert [url for url, _ in problems].count(first.url) == 1
     setup.registry.set_healthy(first, True)
     setup.registry.leg_failed(leg_status_failure("prefill", second.url, 500, b""))
     assert (second.url, "its circuit breaker is open, as requests to it kept failing") in (

@@ -25,7 +25,7 @@ def test_a_front_end_keeps_what_it_found_out_itself() -> None:
     setup = Setup()
     worker = setup.up("http://p:1")
     mirror = MirroredRegistry(WorkerEvents(), BreakerConfig())
-    setup.registry.report_problem(worker, "role", "told by the scheduler")
+    setup.registry.report_problem(worker, "role", "reported by the scheduler")
     mirror.follow([state_of(worker, 0.0)])
     (seen,) = mirror
     mirror.report_problem(seen, "tokenizer", "found here")

@@ -1,4 +1,4 @@
-"""How decode is told the host of a prefill instance."""
+"""How the host of a prefill instance is sent to decode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Watching a worker ends when it is told to, also in the moment a probe times out."""
+"""Watching a worker ends when it is asked to, also in the moment a probe times out."""
 
 from __future__ import annotations
 

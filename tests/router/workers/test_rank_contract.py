@@ -136,7 +136,7 @@ async def test_where_ranks_can_be_chosen_requests_run_where_the_scheduler_put_th
         assert set(await asyncio.gather(*work)) == {200}
 
 
-async def test_an_engine_that_chooses_is_told_of_and_its_requests_leave_the_books() -> None:
+async def test_an_engine_that_chooses_is_reported_and_its_requests_leave_the_books() -> None:
     async with old_cluster("0.5.9") as c:
         assert "chooses decode DP ranks itself" in c.warnings()
         c.decode.gate.close()
@@ -149,11 +149,11 @@ async def test_an_engine_that_chooses_is_told_of_and_its_requests_leave_the_book
             rids = [r.body["rid"] for r in c.decode.requests[rank::4]]
             report = c.decode.report(rank, kind="heartbeat", rids=rids, instance_id=c.decode.url)
 
-            def heard(rank: int = rank, report=report) -> bool:
+            def received(rank: int = rank, report=report) -> bool:
                 c.decode.publish(report)
                 return books.ranks[rank].source.reports
 
-            await until(heard)
+            await until(received)
         c.decode.gate.open()
         assert set(await asyncio.gather(*work)) == {200}
         assert all(not state.requests for state in books.ranks)

@@ -55,7 +55,7 @@ async def generate(c: Cluster, times: int, shift: int) -> list[tuple[dict, dict]
 
 
 @pytest.mark.parametrize("policy", ["sbs", "least_tokens"])
-async def test_such_an_engine_is_told_no_rank_until_it_restarts(policy: str) -> None:
+async def test_such_an_engine_is_sent_no_rank_until_it_restarts(policy: str) -> None:
     async with cluster("--policy", policy, real=True, sbs_block=True) as c:
         (worker,) = c.server.registry.of_role("prefill")
         for prefill, decode in await generate(c, WINDOW, shift=0):

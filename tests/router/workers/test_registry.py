@@ -200,7 +200,7 @@ def test_a_boot_that_server_info_confirms_is_a_restart() -> None:
     assert not setup.registry.reported(worker, report(1, boot="b1"))
 
 
-def test_decode_is_told_another_spelling_of_a_prefill_host_that_it_may_know_from_before() -> None:
+def test_decode_is_sent_another_spelling_of_a_prefill_host_that_it_may_know_from_before() -> None:
     setup = Setup()
     prefill = setup.up("http://10.0.0.1:1", sbs=SbsBlock(boot_id="b0", booted_s=100))
     decode = setup.up("http://10.0.0.2:1", role="decode", sbs=SbsBlock(boot_id="d0", booted_s=98))
@@ -271,8 +271,8 @@ def test_a_gang_gate_at_fault_is_a_problem_until_every_rank_has_one_again() -> N
     setup = Setup()
     worker = setup.up("http://p:1", sbs=SbsBlock(boot_id="b1"))
 
-    def say(rank: int, seq: int, told: str) -> str:
-        assert setup.registry.reported(worker, report(rank, seq=seq, gang_gate=told))
+    def say(rank: int, seq: int, gate: str) -> str:
+        assert setup.registry.reported(worker, report(rank, seq=seq, gang_gate=gate))
         return worker.problems.get("gang_gate", "")
 
     assert say(0, 1, "") == say(1, 1, "unheard of") == ""
@@ -307,7 +307,7 @@ def test_endforward_tells_of_no_barrier_where_server_info_does_not() -> None:
 
 
 @pytest.mark.parametrize(
-    "info", [{"sbs": SbsBlock(boot_id="b1", barrier=True)}, {"dp_size": 1}], ids=["told", "one"]
+    "info", [{"sbs": SbsBlock(boot_id="b1", barrier=True)}, {"dp_size": 1}], ids=["reported", "one"]
 )
 def test_endforward_does_not_overrule_what_server_info_says(info: dict[str, Any]) -> None:
     setup = Setup()
@@ -357,12 +357,12 @@ def test_a_missing_signal_is_explained_after_a_few_dispatches(caplog: Any) -> No
         setup.registry.tick()
         setup.now_s += 6
         setup.registry.tick()
-    told = [
+    messages = [
         record.getMessage()
         for record in caplog.records
         if "EndForward arrives again" in record.message
     ]
-    assert told == [f"worker {worker.url} (prefill): EndForward arrives again"]
+    assert messages == [f"worker {worker.url} (prefill): EndForward arrives again"]
 
 
 def test_removed_workers_are_announced_down_and_forgotten() -> None:
@@ -419,10 +419,10 @@ def test_what_endforward_says_of_the_barrier_can_be_taken_back_but_not_at_any_pa
     assert [e.barrier for e in setup.events if isinstance(e, InstanceUp)] == [True, False, True]
 
 
-def test_a_worker_told_of_in_words_of_a_later_release_costs_no_other() -> None:
+def test_a_worker_described_in_words_of_a_later_release_costs_no_other() -> None:
     setup = Setup()
-    told = [state_of(setup.up(f"http://p:{number}"), 0.0) for number in (1, 2)]
-    raw = msgspec.msgpack.encode(told)
+    sent = [state_of(setup.up(f"http://p:{number}"), 0.0) for number in (1, 2)]
+    raw = msgspec.msgpack.encode(sent)
     states = msgspec.msgpack.decode(raw, type=list[WorkerState])
     states[0].info["page_size"] = "as_of_tomorrow"
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(states), type=list[WorkerState])

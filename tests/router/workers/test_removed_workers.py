@@ -233,7 +233,7 @@ async def test_with_several_processes_no_page_has_it_any_more(tmp_path: Path) ->
             await engine.stop()
 
 
-async def test_a_worker_removed_since_a_front_end_was_last_heard_does_not_come_back(
+async def test_a_worker_removed_since_the_last_message_of_a_front_end_does_not_come_back(
     tmp_path: Path,
 ) -> None:
     prefill, decode = MockEngine("prefill"), MockEngine("decode")

@@ -354,7 +354,7 @@ async def test_a_watch_on_a_dead_connection_is_given_up(api: FakeKubernetes) -> 
     async with following(members, timing=timing) as found:
         await until(lambda: api.watches == 2)
         await api.put(pod("p1", "127.0.0.3", labels=P))
-        await until(lambda: len(members.registry) == 2)  # nobody told, so it was listed again
+        await until(lambda: len(members.registry) == 2)  # no event came, so it was listed again
         assert metric(found, "sbs_discovery_errors_total") >= 1
 
 

@@ -43,9 +43,9 @@ def test_ranks_of_another_engine_are_ignored_and_named(
         setup.registry.tick()
     assert worker.boot.by_rank == {0: "node-0", 2: "node-1"}
     assert (setup.silenced, setup.doubted) == ([], [])
-    told = worker.problems["dist_init_addr"]
-    assert "'10.0.0.9:5000'" in told
-    assert "SGLANG_SBS_INSTANCE_ID" in told
+    problem = worker.problems["dist_init_addr"]
+    assert "'10.0.0.9:5000'" in problem
+    assert "SGLANG_SBS_INSTANCE_ID" in problem
     assert sum("SGLANG_SBS_INSTANCE_ID" in record.getMessage() for record in caplog.records) == 1
     setup.now_s += SILENT_AFTER_S
     setup.registry.tick()
@@ -67,8 +67,8 @@ def test_ranks_of_another_engine_are_ignored_and_named(
     ],
 )
 def test_what_may_be_the_same_engine_is_believed(first: str, other: str) -> None:
-    for mine, told in ((first, other), (other, first)):
-        assert why_stranger(on_nodes(mine), report(2, "b", told)) == ""
+    for mine, theirs in ((first, other), (other, first)):
+        assert why_stranger(on_nodes(mine), report(2, "b", theirs)) == ""
 
 
 @pytest.mark.parametrize(
@@ -80,14 +80,14 @@ def test_what_may_be_the_same_engine_is_believed(first: str, other: str) -> None
         ("[fd00::1]:5000", "[fd00::2]:5000"),
     ],
 )
-def test_what_cannot_be_the_same_engine_is_told_apart(first: str, other: str) -> None:
+def test_what_cannot_be_the_same_engine_is_a_stranger(first: str, other: str) -> None:
     assert why_stranger(on_nodes(first), report(2, "b", other))
 
 
 def test_an_address_is_what_engines_on_several_nodes_have() -> None:
-    told = {"version": "0.5.23", "attn_dp_size": 2, "dist_init_addr": "p0:5000"}
-    assert parse_server_info(told | {"nnodes": 2}, "prefill").dist_init_addr == "p0:5000"
-    assert parse_server_info(told | {"nnodes": 1}, "prefill").dist_init_addr == ""
-    assert parse_server_info(told | {"nnodes": 2, "dist_init_addr": None}, "prefill")
+    info = {"version": "0.5.23", "attn_dp_size": 2, "dist_init_addr": "p0:5000"}
+    assert parse_server_info(info | {"nnodes": 2}, "prefill").dist_init_addr == "p0:5000"
+    assert parse_server_info(info | {"nnodes": 1}, "prefill").dist_init_addr == ""
+    assert parse_server_info(info | {"nnodes": 2, "dist_init_addr": None}, "prefill")
     with pytest.raises(ImplausibleMessage, match="dist_init_addr"):
         decode_endforward(encode_endforward(report(0, "b", "x" * 257)))

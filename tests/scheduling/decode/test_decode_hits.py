@@ -161,18 +161,18 @@ def test_a_spared_transfer_is_worth_less_than_a_request() -> None:
 @pytest.mark.parametrize("rule", RULES)
 def test_decode_without_a_cache_is_placed_as_ever(rule: str) -> None:
     """Whatever is said of blocks of decode ranks that keep none."""
-    plain, told = cluster("off", rule), cluster("off", rule)
+    plain, with_blocks = cluster("off", rule), cluster("off", rule)
     draw = random.Random(3)
     for number in range(40):
         blocks = TURN[: draw.randrange(80)]
-        told.tell(BlocksStored(instance="d0", dp_rank=draw.randrange(8), blocks=TURN))
+        with_blocks.tell(BlocksStored(instance="d0", dp_rank=draw.randrange(8), blocks=TURN))
         tokens = 10 * len(blocks) + draw.randrange(1, 300)
-        for it in (plain, told):
+        for it in (plain, with_blocks):
             it.arrive(f"r{number}", tokens, blocks=blocks, block_tokens=PAGE)
             it.wait(0.05)
             if number % 3 == 0:
                 it.tell(PrefillDone(rid=f"r{number}"))
                 it.tell(RequestEnded(rid=f"r{number}", outcome="completed", completion_tokens=9))
     assert plain.dispatched
-    assert plain.dispatched == told.dispatched
+    assert plain.dispatched == with_blocks.dispatched
     assert {dispatch.decode_cached_tokens for dispatch in plain.dispatched} == {0}

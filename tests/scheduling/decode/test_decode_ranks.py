@@ -286,7 +286,7 @@ class TestBooks:
         world.hear()
         world.engine.start()
         world.newest = -1
-        world.dispatch(100)  # nothing has told the router of the restart
+        world.dispatch(100)  # no report of the restart has arrived
         world.dispatch(200)
         world.accept()
         world.say()

@@ -45,7 +45,7 @@ def test_a_slower_one_gets_no_more_than_it_takes_to_learn_that(policy: str):
 
 
 def test_a_conversation_stays_where_it_is_under_eta():
-    """It is not told what is cached where; conversations as such take turns."""
+    """The policy receives no cache events; conversations as such take turns."""
     arrivals = [Arrival(3.0 * n, SHORT, 1, session=f"user {n % 9}") for n in range(36)]
     cluster = ClusterSpec(cost=COSTS["mixed"], overlap=True)
     requests = simulate(arrivals, scheduler_config("eta"), cluster).requests

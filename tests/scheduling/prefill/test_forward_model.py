@@ -165,17 +165,17 @@ def test_a_pass_is_padded_to_a_captured_graph(tokens: list[int], computed: list[
     assert padded(tokens, ()) == tokens
 
 
-def test_steps_of_captured_graphs_are_foretold():
+def test_steps_of_captured_graphs_are_predicted():
     """T = 0.1 s + 0.1 ms per token that the ranks compute, padding included."""
     captured = (512, 1024)
-    told, untold = (ForwardModel(t_default_s=0.2, chunk_tokens=1024) for _ in range(2))
-    told.captured_tokens = captured
+    aware, unaware = (ForwardModel(t_default_s=0.2, chunk_tokens=1024) for _ in range(2))
+    aware.captured_tokens = captured
     rng = random.Random(3)
     for _ in range(200):
         tokens = [rng.randrange(300, 1024) for _ in range(2)]
         forward_s = 0.1 + 1e-4 * padded(tokens, captured)[0]
-        told.observe(tokens, forward_s)
-        untold.observe(tokens, forward_s)
-    assert told.predict_s([400, 500]) == pytest.approx(0.1 + 1e-4 * 512, rel=0.01)
-    assert told.predict_s([400, 520]) == pytest.approx(0.1 + 1e-4 * 1024, rel=0.01)
-    assert told.error_s < 0.2 * untold.error_s
+        aware.observe(tokens, forward_s)
+        unaware.observe(tokens, forward_s)
+    assert aware.predict_s([400, 500]) == pytest.approx(0.1 + 1e-4 * 512, rel=0.01)
+    assert aware.predict_s([400, 520]) == pytest.approx(0.1 + 1e-4 * 1024, rel=0.01)
+    assert aware.error_s < 0.2 * unaware.error_s

@@ -132,7 +132,7 @@ class TestOneMove:
         it.say(it.engine.message(new, "heartbeat"))
         assert it.believed_ranks() == {"a": [new]}
         assert it.books.ranks.backlog_tokens == 300 and not it.books.ranks.has_flight
-        # Its acceptance there was told late, and moves nothing back.
+        # Its acceptance there was reported late, and moves nothing back.
         it.say(it.engine.message(old, "heartbeat"))
         assert it.believed_ranks() == {"a": [new]}
         assert it.books.ranks.backlog_tokens == 300

@@ -18,7 +18,7 @@ LATENCY_S = 0.005
 
 
 class Rig:
-    """One instance's books next to a ground-truth engine; messages arrive only when told to."""
+    """One instance's books next to a ground-truth engine; the test delivers its messages."""
 
     def __init__(self, dp: int = 2) -> None:
         up = InstanceUp(instance="p0", role="prefill", dp_size=dp, chunk_tokens=CHUNK)
@@ -194,7 +194,7 @@ def test_presumed_again_a_pass_does_not_take_others_in_place_of_a_request_that_e
     assert not rig.books.ranks[1].presumed
 
 
-def test_a_rank_that_is_never_heard_takes_no_memory():
+def test_a_rank_that_never_reports_takes_no_memory():
     rig = Rig()
     for i in range(300):
         rig.send(f"r{i}", 1, 400)
@@ -244,7 +244,7 @@ def sent_together(tokens: list[int]) -> PrefillRank:
     [
         (0, ["r0", "r1", "r2"], 0),
         (450, [], 0),
-        (380, [], 0),  # told lengths are off by 15 %
+        (380, [], 0),  # reported lengths are off by 15 %
         (100, ["r1", "r2"], 0),
         (CHUNK, [], 0),
     ],
@@ -299,7 +299,7 @@ def test_pass_numbers_of_a_new_boot_are_presumed_though_smaller():
     assert rig.state(1) == ([], 0)
 
 
-def test_a_launch_heard_after_the_end_of_its_pass_starts_nothing():
+def test_a_launch_received_after_the_end_of_its_pass_starts_nothing():
     rig = Rig()
     rig.send("a", 0, 300)
     launched = rig.launch()
@@ -311,7 +311,7 @@ def test_a_launch_heard_after_the_end_of_its_pass_starts_nothing():
 
 
 @pytest.mark.parametrize("over", [False, True])
-def test_a_launch_heard_after_the_end_of_its_pass_says_nothing_of_who_was_late_for_it(over: bool):
+def test_a_launch_received_after_the_end_of_its_pass_does_not_show_who_was_late(over: bool):
     rig = Rig()
     rig.send("a", 0, 300)
     rig.send("b", 1, 300, later_s=0)
@@ -350,15 +350,15 @@ def test_how_long_a_rank_fetches_from_storage_is_no_latency(fetches: bool):
 def test_one_message_of_any_rank_per_pass_keeps_the_books_of_all(passes):
     rig = Rig(dp=3)
     sent = 0
-    for requests, launches_heard, ends_heard in passes:
+    for requests, launches, ends in passes:
         for rank, tokens in requests:
             rig.send(f"r{sent}", rank, tokens)
             sent += 1
         if not rig.engine.has_work:
             continue
-        for messages, heard in ((rig.launch(), launches_heard), (rig.finish(), ends_heard)):
-            # Idle messages follow the ends; the same ranks are heard of them.
-            got = [message for message in messages if heard >> message.dp_rank & 1]
+        for messages, received in ((rig.launch(), launches), (rig.finish(), ends)):
+            # Idle messages follow the ends; they arrive from the same ranks.
+            got = [message for message in messages if received >> message.dp_rank & 1]
             if got:
                 rig.hear(*got)
             backlogs = [rank.backlog_tokens for rank in rig.books.ranks]

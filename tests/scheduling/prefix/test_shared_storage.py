@@ -53,7 +53,7 @@ def test_pages_of_another_size_are_not_found() -> None:
     assert list(prefix.find(BLOCKS, PAGE, 100).by_instance) == ["p0"]
 
 
-def test_who_waits_is_told_that_more_is_cached() -> None:
+def test_a_longer_stored_prefix_is_a_change_for_waiting_requests() -> None:
     prefix = index(p0=True)
     prefix.stored("p0", 0, BLOCKS[:2])
     version = prefix.changes.version

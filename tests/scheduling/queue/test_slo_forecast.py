@@ -1,4 +1,4 @@
-"""Early refusal: a request that has no chance of its SLO is told so at once, if that is wanted."""
+"""Early refusal: a request that cannot meet its SLO is refused at once, if enabled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The radix cache of a simulated rank: what is found, locked, evicted and told."""
+"""The radix cache of a simulated rank: what is found, locked, evicted and reported."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_blocks_are_there_chunk_by_chunk_and_two_that_compute_the_same_keep_it_o
 def test_events_tell_what_is_there_and_no_block_is_there_without_those_before_it(seed, capacity):
     rng = random.Random(seed)
     cache = cache_of(capacity)
-    told: set[int] = set()
+    reported: set[int] = set()
     running: list = []
     for _ in range(120):
         if running and rng.random() < 0.5:
@@ -120,13 +120,13 @@ def test_events_tell_what_is_there_and_no_block_is_there_without_those_before_it
                     cache.publish(hold, rng.randrange(tokens))
         events = cache.take_events()
         if events is not None:
-            assert told.issuperset(events.removed)
-            told -= set(events.removed)
-            assert told.isdisjoint(events.stored)
-            told |= set(events.stored)
-        assert len(cache) == len(told) and all(block in cache for block in told)
+            assert reported.issuperset(events.removed)
+            reported -= set(events.removed)
+            assert reported.isdisjoint(events.stored)
+            reported |= set(events.stored)
+        assert len(cache) == len(reported) and all(block in cache for block in reported)
         assert len(cache) + cache.room <= capacity
-        for block in told:
+        for block in reported:
             depth = block % 100
             before = [i if i < 2 else block - depth + i for i in range(depth)]
             assert all(name in cache for name in before)

@@ -192,7 +192,7 @@ def save_free_cost(path) -> str:
     return str(file)
 
 
-def test_only_policies_that_read_caches_are_told_of_them():
+def test_only_policies_that_read_caches_receive_cache_events():
     quick = Job("sessions", "sbs", 0.02, 1, 25.0, spec={"prefill_instances": 1, "dp_size": 2})
     predicted = {}
     for policy in ("sbs", "sbs_paper", "sbs_basic", "eta", "cache_aware"):

@@ -56,13 +56,13 @@ def test_the_summary_has_each_class_and_tenant():
 
 def test_priorities_help_those_that_have_them():
     classes = Classes(0.2)
-    told = run_job(replace(SHORT, classes=classes))["classes"]
-    untold = run_job(replace(SHORT, classes=classes, policy="sbs_equal"))["classes"]
-    assert told["high"]["ttft_p99_s"] < 0.8 * untold["high"]["ttft_p99_s"]
-    assert told["high"]["ttft_mean_s"] < told["normal"]["ttft_mean_s"]
+    prioritized = run_job(replace(SHORT, classes=classes))["classes"]
+    equal = run_job(replace(SHORT, classes=classes, policy="sbs_equal"))["classes"]
+    assert prioritized["high"]["ttft_p99_s"] < 0.8 * equal["high"]["ttft_p99_s"]
+    assert prioritized["high"]["ttft_mean_s"] < prioritized["normal"]["ttft_mean_s"]
 
 
-def test_told_of_no_classes_it_decides_as_without_them():
+def test_sbs_equal_decides_as_without_classes():
     def decided(job):
         return [(r.dispatched_s, r.prefill) for r in run_outcome(scenario_of(job), job).requests]
 

@@ -1,4 +1,4 @@
-"""KV events over real sockets: which engines are listened to, and those that cannot be heard."""
+"""KV events over real sockets: which engines are listened to, and those that cannot be reached."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ async def test_events_that_did_not_arrive_are_no_problem_of_an_engine_that_publi
         here.up()
         assert "no KV events from" in here.worker.problems["kv_events"]
         here.up(kv_events=None)
-        told = here.worker.problems.get("kv_events")
-        assert told is None if problem is None else told is not None and problem in told
+        found = here.worker.problems.get("kv_events")
+        assert found is None if problem is None else found is not None and problem in found
 
 
 async def test_the_port_of_another_rank_is_noticed() -> None:

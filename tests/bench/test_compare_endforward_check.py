@@ -1,4 +1,4 @@
-"""Nothing is measured by `scripts/compare-routers` while the engines are not heard."""
+"""`scripts/compare-routers` measures nothing while messages of engines are missing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from benchmarks.compare_routers.results.rows import Key, RowFile
 from benchmarks.compare_routers.runs import cell, endforward_check
 from benchmarks.compare_routers.runs.engines import Engines
 from benchmarks.demo.runs import RouterPorts
-from benchmarks.listener import Heard, ReportListener
+from benchmarks.listener import ReceivedMessage, ReportListener
 from sglang_sbs.cluster.ports import free_port_blocks
 from sglang_sbs.wire import EndForward, encode_endforward
 from sglang_sbs.wire.curve import keys_in
@@ -30,9 +30,9 @@ NAMES = {"one": "p0", "two": "p1", "three": "d0"}
 KEY = Key("paper", 0.8, 1, "sbs")
 
 
-def heard(boot_id: str, rank: int) -> Heard:
+def message_of(boot_id: str, rank: int) -> ReceivedMessage:
     role = "decode" if NAMES[boot_id].startswith("d") else "prefill"
-    return Heard(
+    return ReceivedMessage(
         0.0,
         EndForward(
             instance_id="",
@@ -48,7 +48,7 @@ def heard(boot_id: str, rank: int) -> Heard:
 
 
 def test_silent_are_instances_and_ranks_without_a_message() -> None:
-    messages = [heard("one", 0), heard("one", 1), heard("three", 1)]
+    messages = [message_of("one", 0), message_of("one", 1), message_of("three", 1)]
     assert endforward_check.silent(messages, NAMES) == ["d0/0", "p1"]
     assert endforward_check.silent_prefill(messages, NAMES) == ["p1"]
     assert endforward_check.silent([], NAMES) == ["d0", "p0", "p1"]
@@ -57,7 +57,7 @@ def test_silent_are_instances_and_ranks_without_a_message() -> None:
 def test_other_nodes_of_an_engine_are_known_by_its_url() -> None:
     urls = {"p0": "http://P0:30000/", "p1": "http://127.0.0.1:30001"}
     messages = [
-        Heard(0.0, replace(heard("one", 1).report, boot_id=boot, instance_id=url))
+        ReceivedMessage(0.0, replace(message_of("one", 1).report, boot_id=boot, instance_id=url))
         for boot, url in (
             ("node 2", "http://p0:30000"),
             ("local", "http://localhost:30001"),
@@ -68,17 +68,17 @@ def test_other_nodes_of_an_engine_are_known_by_its_url() -> None:
     ]
     names = endforward_check.names_of(messages, {"one": "p0"}, urls)
     assert names == {"one": "p0", "node 2": "p0", "local": "p1"}
-    assert endforward_check.silent([heard("one", 0), *messages], names) == ["p1/0"]
+    assert endforward_check.silent([message_of("one", 0), *messages], names) == ["p1/0"]
 
 
-def engines_with(messages: list[Heard], ports: RouterPorts) -> Engines:
+def engines_with(messages: list[ReceivedMessage], ports: RouterPorts) -> Engines:
     taken = [list(messages)]
     listener = SimpleNamespace(bind="tcp://0.0.0.0:7601", take=lambda: taken.pop() if taken else [])
     prefill = [("http://p0:30000", 8998), ("http://p1:30000/", 8998)]
     return Engines(prefill, ["http://d0"], NAMES, 2, 1024, 1e4, ports, listener)  # type: ignore[arg-type]
 
 
-async def test_a_run_is_not_measured_while_a_prefill_rank_is_not_heard(
+async def test_a_run_is_not_measured_while_messages_of_a_prefill_rank_are_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = []
@@ -93,9 +93,11 @@ async def test_a_run_is_not_measured_while_a_prefill_rank_is_not_heard(
 
     monkeypatch.setattr(cell, "_running", running)
     monkeypatch.setattr(cell, "run_load", load)
-    setting = cell.Setting(id_prompts(), None, 1.0, 0.1, 60.0, tmp_path, "", hearing_s=0.0)
-    messages = [heard("one", 0), heard("one", 1), heard("two", 0)]
-    with pytest.raises(endforward_check.UnheardError, match="no EndForward of p1/1 comes to tcp:"):
+    setting = cell.Setting(id_prompts(), None, 1.0, 0.1, 60.0, tmp_path, "", reports_wait_s=0.0)
+    messages = [message_of("one", 0), message_of("one", 1), message_of("two", 0)]
+    with pytest.raises(
+        endforward_check.MissingReportsError, match="no EndForward of p1/1 comes to tcp:"
+    ):
         await cell.run_cell(
             BY_NAME["mini_lb"], KEY, 50, engines_with(messages, RouterPorts(1, 2, 3)), setting
         )
@@ -117,18 +119,18 @@ async def test_a_router_that_does_not_hear_what_we_hear_is_named() -> None:
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     port = int(runner.addresses[0][1])
-    messages = [heard(boot, rank) for boot in ("one", "two") for rank in (0, 1)]
+    messages = [message_of(boot, rank) for boot in ("one", "two") for rank in (0, 1)]
     try:
         with pytest.raises(
-            endforward_check.UnheardError,
-            match=r"router sbs hears nothing of p0/1, p1/0: .* port 7600",
+            endforward_check.MissingReportsError,
+            match=r"router sbs receives nothing from p0/1, p1/0: .* port 7600",
         ):
-            await cell._check_hearing(
+            await cell._check_reports(
                 BY_NAME["sbs"], engines_with(messages, RouterPorts(1, 7600, port)), 0.0
             )
         # A router of another project has no use for them.
         smg = engines_with(messages, RouterPorts(1, 7600, 1))
-        await cell._check_hearing(BY_NAME["smg"], smg, 0.0)
+        await cell._check_reports(BY_NAME["smg"], smg, 0.0)
     finally:
         await runner.cleanup()
 
@@ -145,7 +147,7 @@ async def test_the_listener_hears_engines_that_have_the_key(tmp_path: Path) -> N
         engine.connect(bind)
         async with ReportListener(bind, key_file) as listener, asyncio.timeout(20):
             while not listener.take():
-                engine.send_multipart(encode_endforward(heard("one", 0).report))
+                engine.send_multipart(encode_endforward(message_of("one", 0).report))
                 await asyncio.sleep(0.02)
     finally:
         engine.close(0)
