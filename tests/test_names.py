@@ -1,6 +1,7 @@
 """Names that must mean one thing: the counts are zero and stay there."""
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,6 +65,18 @@ def test_a_request_is_submitted_and_dispatched() -> None:
         or ("announc" in bound.lower() and not name.startswith(OF_WORKERS))
     ]
     assert second == []
+
+
+def test_names_say_what_was_reported_or_received() -> None:
+    """A name says what was reported, sent, received or answered."""
+    unclear = re.compile(r"(^|_)(un)?(told|heard)(_|$)", re.IGNORECASE)
+    found = [
+        f"{name}:{line} {bound}"
+        for name, tree in modules(*FOLDERS)
+        for line, bound in bound_names(tree)
+        if unclear.search(bound)
+    ]
+    assert found == []
 
 
 def test_methods_that_receive_a_report_say_so() -> None:

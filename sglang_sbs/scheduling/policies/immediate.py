@@ -228,8 +228,8 @@ SPECS = (
         name="least_tokens",
         make=lambda _: LeastTokens(),
         summary="At once, to the DP rank with the fewest unfinished prompt tokens.",
-        choose_when="Where engines cannot have the plugin. It takes the place of sbs and eta where "
-        "no engine reports.",
+        choose_when="Where engines cannot have the plugin. Front ends that cannot reach the "
+        "scheduler use it in place of sbs and eta.",
         trade_offs="It does not know when a pass ends, so a request may just miss one.",
     ),
     PolicySpec(
@@ -240,7 +240,7 @@ SPECS = (
         summary="At once, to the DP rank with the earliest predicted finish.",
         choose_when="Where requests must never wait in the router: the strongest policy of that "
         "kind, and the one to compare sbs with.",
-        needs="EndForward of the plugin; without it least_tokens takes its place.",
+        needs="EndForward of the plugin; with load polls alone its predictions are coarse.",
         trade_offs="A request that was sent cannot move when a better place comes up.",
     ),
 )
