@@ -63,7 +63,7 @@ example:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the console command; returns the verb's exit code."""
+    """Run the console command and return the verb's exit code, or 2 without a valid verb."""
     words = list(sys.argv[1:] if argv is None else argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # characters that the terminal's encoding lacks

@@ -1,4 +1,5 @@
-"""``python -m sglang_sbs.launch_router``: arguments, signals and exit code of the router."""
+"""``python -m sglang_sbs.launch_router``: starts the router, handles signals and sets the exit
+code. Also the entry points of ``sglang_router`` for starting it from Python."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ logger = logging.getLogger("sglang_sbs.router")
 
 
 def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
-    """Run a router until SIGTERM or SIGINT. Returns the exit code."""
+    """Run a router, or one of its processes, until SIGTERM or SIGINT. ``prog`` is its name in
+    messages. Returns the exit code: 2 for invalid flags, 1 if it could not start or a second signal
+    ended it."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         options, given = read_flags(arguments, prog)
@@ -91,7 +94,8 @@ def _print_config(options: RouterOptions, given: Sourced) -> int:
 
 
 def _check(options: RouterOptions, arguments: Sequence[str]) -> int:
-    """Examine the engines of a valid command line. Returns the doctor's exit code."""
+    """Run the doctor on the engines that a valid command line names. Returns the doctor's exit
+    code, or 0 if there is no pair of engines to examine."""
     for warning in options.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if options.prefill and options.decode:
@@ -106,13 +110,13 @@ class Router:
     """A router started from Python, like ``sglang_router.Router``."""
 
     def __init__(self, args: RouterArgs) -> None:
-        """Raises: FlagError."""
+        """Check the arguments without starting anything. Raises: FlagError, a flag is invalid."""
         self._arguments = args.command_line()
         parse_flags(self._arguments)
 
     @classmethod
     def from_args(cls, args: RouterArgs) -> Router:
-        """Create a router under ``sglang_router``'s name for this."""
+        """Create a router, as ``sglang_router.Router.from_args`` does. Raises: FlagError."""
         return cls(args)
 
     def start(self) -> None:
@@ -124,22 +128,24 @@ class Router:
 
 
 def launch_router(args: RouterArgs | argparse.Namespace) -> None:
-    """Run a router until SIGTERM or SIGINT. Raises: FlagError, RuntimeError."""
+    """Run a router until SIGTERM or SIGINT. Raises: FlagError, a flag is invalid; RuntimeError, it
+    could not start, or a second signal ended it."""
     if not isinstance(args, RouterArgs):
         args = RouterArgs.from_cli_args(args)
     Router.from_args(args).start()
 
 
 def parse_router_args(argv: Sequence[str]) -> RouterArgs:
-    """Parse a command line without the program name. Raises: FlagError, SystemExit."""
+    """Parse a command line without the program name. Raises: FlagError, a value is malformed;
+    SystemExit, after ``--help`` or an error of argparse."""
     parser = argparse.ArgumentParser(prog="launch_router", allow_abbrev=False)
     RouterArgs.add_cli_args(parser)
     return RouterArgs.from_cli_args(parser.parse_args(argv))
 
 
 def _run(work: Coroutine[Any, Any, int]) -> int:
-    """Run a coroutine on its own event loop. Ctrl-C is delayed until it can end the task: just
-    before, asyncio would lose the task and leave it running."""
+    """Run a coroutine on a new event loop and return its exit code. SIGINT is blocked until the
+    coroutine runs: before that, asyncio would end the loop without ending the task."""
 
     async def interruptible() -> int:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
@@ -150,7 +156,9 @@ def _run(work: Coroutine[Any, Any, int]) -> int:
 
 
 async def serve(options: RouterOptions) -> int:
-    """Serve until a signal; a second one ends at once. Raises: OSError, ValueError."""
+    """Serve until SIGTERM or SIGINT, then drain. Returns the exit code, 1 if a second signal cut
+    the draining short. Raises: OSError, a port is in use; ValueError, a file of the options is
+    unusable."""
     server = RouterServer(options)
     await server.start()
     stopping = asyncio.Event()
@@ -180,7 +188,8 @@ async def serve(options: RouterOptions) -> int:
 
 
 async def schedule(options: RouterOptions) -> int:
-    """Run the scheduler process until a signal. Raises: OSError."""
+    """Run the scheduler process until SIGTERM or SIGINT. Returns the exit code, 0. Raises: OSError,
+    an endpoint or port is in use."""
     process = SchedulerProcess(options)
     await process.start()
     place = f"policy {options.scheduler.policy} at {process.endpoint}{_elected_by(options)}"
@@ -202,7 +211,8 @@ async def schedule(options: RouterOptions) -> int:
 async def _outlast_front_ends(
     process: SchedulerProcess, orphaned: asyncio.Event, grace_s: float
 ) -> None:
-    """Wait until the front ends have drained and ended after the loss of the supervisor."""
+    """Return once the supervisor is lost and all front ends have then ended, at most ``grace_s``
+    after its loss."""
     await orphaned.wait()
     logger.error("the supervisor is gone: ending with the last front end")
     with contextlib.suppress(TimeoutError):

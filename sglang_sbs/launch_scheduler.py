@@ -11,7 +11,7 @@ from sglang_sbs.router.options.arguments import SCHEDULER
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Schedule until SIGTERM or SIGINT. Returns the exit code."""
+    """Run a scheduler until SIGTERM or SIGINT. Returns the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     return launch_router.main(["--sbs-role", "scheduler", *arguments], SCHEDULER)
 

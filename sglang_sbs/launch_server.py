@@ -67,7 +67,7 @@ an id); --router-tokenizer-path names another.
 
 
 def build_parser(prog: str = PROG) -> argparse.ArgumentParser:
-    """The parser of this launcher's own flags; the rest is split by `split_flags`."""
+    """Build the parser of this launcher's own flags; `split_flags` divides all others."""
     parser = argparse.ArgumentParser(
         prog=prog,
         description="Start SGLang prefill and decode instances and the router on this machine.",
@@ -100,9 +100,9 @@ def build_parser(prog: str = PROG) -> argparse.ArgumentParser:
 
 
 def split_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the engines' flags, and the router's without `--router-`. A flag's values are all
-    words up to the next word that starts with `--`. Raises: PlanError, a word before the first
-    flag."""
+    """Divide flags into those of the engines and, without `--router-`, those of the router. A
+    flag's values are all words up to the next word that starts with `--`. Raises: PlanError, a word
+    before the first flag."""
     engine: list[str] = []
     router: list[str] = []
     target: list[str] | None = None
@@ -124,7 +124,8 @@ def split_flags(words: Sequence[str]) -> tuple[list[str], list[str]]:
 def plan_from_command_line(
     arguments: Sequence[str], prog: str = PROG
 ) -> tuple[ClusterPlan, argparse.Namespace, RouterOptions]:
-    """Parse and plan; exits with a message that names the flag when something is wrong."""
+    """Return the planned processes, this launcher's own flags, and the router's options. Exits with
+    a message that names the flag if a flag is invalid or the plan is impossible."""
     parser = build_parser(prog)
     own, rest = parser.parse_known_args(arguments)
     try:
@@ -207,7 +208,8 @@ async def _say_ready(cluster: LocalCluster) -> None:
 
 
 def main(arguments: Sequence[str] | None = None, prog: str = PROG) -> None:
-    """Entry point; exits non-zero when the cluster did not start or a process of it died."""
+    """Start the cluster and serve until stopped. Exits non-zero if it did not start or one of its
+    processes died."""
     words = sys.argv[1:] if arguments is None else arguments
     plan, own, router = plan_from_command_line(words, prog)
     if own.dry_run:

@@ -10,19 +10,21 @@ if TYPE_CHECKING:
     from sglang.cli.serve_backends import ServeBackend, ServeRequest
 
 API_VERSION = 1
-"""Version implemented here; SGLang refuses a backend of another version with a message."""
+"""Version of SGLang's serve-backend interface implemented here. SGLang refuses a backend of another
+version with a message."""
 COMMAND = "sglang serve --model-type sbs"
 
 
 def backend() -> ServeBackend:
-    """The factory named by the entry point. It has no detector, so SBS is used only on request."""
+    """Return the backend for SGLang's entry point. It has no model detector, so SBS is used only on
+    request."""
     from sglang.cli.serve_backends import ServeBackend
 
     return ServeBackend(api_version=API_VERSION, run=run)
 
 
 def run(request: ServeRequest) -> None:
-    """Serve until a signal; raises SystemExit as `launch_server.main` does."""
+    """Serve until a signal. Raises: SystemExit, as `launch_server.main` does."""
     from sglang_sbs.launch_server import build_parser, main
 
     if {"-h", "--help"} & set(request.argv):

@@ -74,7 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Read, fit, simulate and print. ``--help`` describes the exit code."""
+    """Run the command, and return its exit code (see ``--help``)."""
     words = list(sys.argv[1:] if argv is None else argv)
     parser = build_parser()
     args = parser.parse_args(words)
@@ -114,7 +114,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _simulate(
     verdict: Evaluation, policies: Sequence[str], args: argparse.Namespace, stderr: Console
 ) -> None:
-    """Simulate the recorded placement first, because comparisons need its calibration."""
+    """Simulate the recorded placement, then the policies, and add the results to ``verdict``. If
+    the model does not reproduce the recorded run, no policy is simulated."""
     work, draws = verdict.work, range(args.draws)
     with progress(stderr, args.draws * (1 + len(policies))) as step:
 

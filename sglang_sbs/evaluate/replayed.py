@@ -1,4 +1,4 @@
-"""Simulates a workload with its recorded placement or under a policy. Rows are plain data."""
+"""Simulates a workload with its recorded placement or under a policy. Results are plain data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sglang_sbs.simulator.experiments.sweep import (
 from sglang_sbs.simulator.parallel import Row
 
 RAN = ""
-"""Stands for the recorded placement in place of a policy."""
+"""Stands for the recorded placement where the name of a policy is expected."""
 _DRAIN_S = 600.0
 _KEPT = (
     "default_chunk_tokens",
@@ -37,7 +37,7 @@ compares waiting times, so no policy may refuse requests."""
 
 
 class RecordedPlacements:
-    """Replaces a scheduler: sends each request at its recorded time to its recorded place."""
+    """Replaces a scheduler: sends each request at its recorded time to its recorded ranks."""
 
     def __init__(self, placements: list[RecordedPlacement]) -> None:
         self._placements = placements
@@ -45,7 +45,8 @@ class RecordedPlacements:
         self._woken_for_s = math.nan
 
     def handle(self, event: events.Event, now_s: float) -> list[events.Command]:
-        """Handle an event; request ids are the simulation's, ``r`` and the index of the arrival."""
+        """Return the dispatches due at ``now_s``, and when to call again. Request ids are the
+        simulation's: ``r`` and the index of the arrival."""
         if isinstance(event, events.RequestArrived):
             index = int(event.rid[1:].partition(".")[0])
             heapq.heappush(self._due, (self._placements[index].at_s, index, event.rid))
@@ -72,9 +73,9 @@ class RecordedPlacements:
 
 
 def run(work: Workload, policy: str, draw: int) -> Row:
-    """Simulate the workload once; ``draw`` seeds latencies and pass jitter. ``ttft_s``: seconds per
-    request in order of arrival, NaN where it was not measured. ``unfinished``: requests without a
-    first token, counted with their wait until the end."""
+    """Simulate the workload once, and return the results; ``draw`` seeds latencies and pass jitter.
+    In the row, ``ttft_s``: seconds per request in order of arrival, NaN where it was not measured;
+    ``unfinished``: requests without a first token, counted with their wait until the end."""
     spec = msgspec.structs.replace(work.spec, seed=draw)
     asked = policy or work.reacting
     if asked and asked not in READS_CACHES:

@@ -17,32 +17,32 @@ from sglang_sbs.simulator.parallel import Row
 from sglang_sbs.trial.ratios import Ratio
 
 ACCEPTED = 0.10
-"""Largest error for which ratios are given: of the modelled mean against the measured one, and of
-the median prediction for passes that the fit has not seen."""
+"""Largest relative error of the model for which ratios are given. Applies to the modelled mean TTFT
+of the recorded run, and to the median prediction for passes that the fit has not seen."""
 _MODEL_ERROR = 0.06
 """Relative error of a predicted ratio that the bootstrap cannot show. On real engines, predicted
 TTFTs were 1 to 5 % too low with 4 DP ranks, and 9 % too low with 2 (docs/evaluate.md)."""
 _PASSES_PER_BLOCK = 10
-"""Passes per block, after which queues no longer depend on earlier load."""
+"""Length of a bootstrap block in mean pass times: queues do not depend on load that long ago."""
 _POOR_FIT = 0.15
 
 
 class Calibrated(msgspec.Struct, frozen=True):
-    """Ratios of modelled to measured values for the recorded placement."""
+    """Modelled over measured TTFT of the recorded placement, in the mean and the p99."""
 
     mean: float
     p99: float
 
 
 class Evaluation:
-    """Collects rows of simulations as they arrive, and derives all results from them."""
+    """Collects the results of simulations (rows) as they arrive, and derives the answer."""
 
     def __init__(self, work: Workload) -> None:
-        """Create a verdict. Raises: TooLittle, the log is too short for an interval."""
+        """Create an evaluation. Raises: TooLittle, the log is too short for an interval."""
         self.work = work
         self._rows: list[Row] = []
         self._policies: dict[str, Ratios] | None = None
-        """Ratios by policy; None if they must be calculated again."""
+        """Cached value of :attr:`policies`; None if it must be calculated again."""
         self._counted = work.counted
         self._measured_s = sorted(work.measured_s[i] for i in self._counted)
         ends_s = [a_pass.forward_s + work.calibration.launch_gap_s for a_pass in work.passes]
@@ -57,13 +57,13 @@ class Evaluation:
             )
 
     def add(self, row: Row) -> None:
-        """Add a row of :func:`.replayed.run`."""
+        """Add the result of one simulation (:func:`.replayed.run`)."""
         self._rows.append(row)
         self._policies = None
 
     @property
     def calibration(self) -> Calibrated | None:
-        """Calibration of the model; None before the recorded placement was simulated."""
+        """How well the model reproduces the recorded run; None before that was simulated."""
         draws = self._draws(RAN)
         if not draws:
             return None
@@ -92,8 +92,8 @@ class Evaluation:
 
     @property
     def policies(self) -> dict[str, Ratios]:
-        """Ratios of each simulated policy to the simulated recorded placement; empty if the
-        calibration is off."""
+        """TTFT of each policy over that of the recorded run, both simulated; empty if the model
+        does not reproduce the recorded run (``accepted``)."""
         if not self.accepted:
             return {}
         if self._policies is None:
@@ -111,7 +111,8 @@ class Evaluation:
         return [[ttft_s[i] for i in self._counted] for ttft_s in mine]
 
     def by_block(self) -> tuple[list[float], list[float], list[float]]:
-        """Middle in seconds, measured and modelled mean TTFT of each block of time."""
+        """Return three lists by block of time, in seconds: mean arrival, measured mean TTFT and
+        modelled mean TTFT."""
         draws = self._draws(RAN)
         measured_s = [self.work.measured_s[i] for i in self._counted]
         modelled_s = [statistics.fmean(some) for some in zip(*draws, strict=True)]
@@ -206,8 +207,8 @@ class Evaluation:
         return causes
 
     def _halves(self) -> float | None:
-        """Return the ratio of measured to predicted pass time in the second half over that in the
-        first."""
+        """Return the ratio of measured to predicted pass time in the log's second half, divided by
+        that in the first; None if there are too few passes."""
         cost = self.work.spec.cost
         whole = [a_pass for a_pass in self.work.passes if a_pass.complete and any(a_pass.tokens)]
         middle = len(whole) // 2
@@ -220,7 +221,7 @@ class Evaluation:
         return shares[1] / shares[0] if len(shares) == 2 and shares[0] > 0 else None
 
     def notes(self) -> list[str]:
-        """Return sentences that a reader should know in addition to the result."""
+        """Return sentences on limitations that a reader of the result should know."""
         notes = [f"Note: {note}." for note in self.work.notes]
         if not self.work.until_first_byte:
             notes.append(
@@ -321,7 +322,8 @@ def _time_words(seconds: float) -> str:
 
 
 def _with_model_error(found: Ratio) -> Ratio:
-    """Widen the interval by the error of the model, which is independent of the sampling."""
+    """Return the ratio with its interval widened by ``_MODEL_ERROR``, which is independent of the
+    sampling."""
     ratio, error = found.ratio, _MODEL_ERROR * found.ratio
     low = ratio - math.hypot(ratio - found.low, error)
     return Ratio(ratio, max(0.0, low), ratio + math.hypot(found.high - ratio, error))

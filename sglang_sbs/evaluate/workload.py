@@ -36,7 +36,8 @@ LEAST_REQUESTS = 100
 """Smallest number of measured requests; fewer give no p99 and hardly a mean."""
 _WARM_UP_S = 10.0
 _WARM_UP_SHARE = 0.1
-"""Warm-up as a share of the log, if that is shorter: engines may have had work before it began."""
+"""Largest share of the log that is warm-up (at most ``_WARM_UP_S``), in which requests do not
+count: engines may have had work before the log began."""
 _NOTED_SHARE = 0.01
 _OUTPUT_TOKENS = 200
 
@@ -46,7 +47,7 @@ class TooLittle(ValueError):
 
 
 class RecordedPlacement(msgspec.Struct, frozen=True):
-    """Place and time of a recorded request. Seconds from the start of the workload."""
+    """Where and when a recorded request was sent. ``at_s``: seconds from the first arrival."""
 
     at_s: float
     instance: str
@@ -62,7 +63,7 @@ class Workload:
     arrivals: list[Arrival]
     placements: list[RecordedPlacement]
     measured_s: list[float]
-    """Measured time to the first token in seconds; NaN: not measured, or in the warm-up."""
+    """Measured TTFT in seconds; NaN: not measured, or in the warm-up."""
     after_s: list[float]
     """Seconds from the end of the prompt to the first byte, which no prefill policy changes. They
     are added to modelled times."""
@@ -72,9 +73,9 @@ class Workload:
     policies: list[str]
     """Policies of the recorded router."""
     observed: bool
-    """``sglang-sbs observe`` wrote the log, so another router decided."""
+    """True if ``sglang-sbs observe`` wrote the log, so another router decided."""
     until_first_byte: bool
-    """The first token was observed at the router. False: times end with the prompt."""
+    """True if TTFT ends with the first byte at the router; False: with the end of the prompt."""
     calibration: Calibration
     errors: FitErrors
     load: float
@@ -86,8 +87,8 @@ class Workload:
 
     @property
     def reacting(self) -> str:
-        """The recorded policy, if it is ours and times dispatches by the engines' reports. Its
-        scheduler decides again in the model, because recorded times would not follow simulated
+        """Name of the recorded policy if it is ours and times dispatches by the engines' reports.
+        In the model its scheduler decides again, because recorded times would not follow simulated
         passes. Empty: recorded placements are repeated."""
         ran = self.config.policy
         known = not self.observed and len(self.policies) == 1
@@ -99,7 +100,7 @@ class Workload:
 
 
 def workload_of(recording: Recording) -> Workload:
-    """Extract the workload, and fit the cluster it ran on.
+    """Return the workload of a recorded run, with a cluster fitted to the one it ran on.
 
     Raises: TooLittle: too few requests or passes, or a part of the record is missing. CostError: a
     cost cannot be fitted to the passes."""
@@ -149,16 +150,17 @@ def workload_of(recording: Recording) -> Workload:
 
 @dataclass(slots=True)
 class _Builder:
-    """Builds a workload; ``requests`` are those that were sent to an engine."""
+    """Builds the parts of a workload; ``requests`` are those that were sent to an engine."""
 
     recording: Recording
     requests: list[RecordedRequest]
     fitted: Calibration
     to_first_byte: bool
     names: dict[str, str] = field(init=False)
-    """Simulated prefill instance by recorded one."""
+    """Names of the simulated prefill instances by those of the recorded ones."""
     block_tokens: int = field(init=False)
-    """Size of named blocks; 0: prompts have none, and cached tokens are excluded from them."""
+    """Tokens per named block; 0: prompts have no block names, so simulated prompts exclude the
+    tokens that were cached."""
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -172,7 +174,7 @@ class _Builder:
         self.block_tokens = sizes.pop() if len(sizes) == 1 else 0
 
     def hit(self, request: RecordedRequest) -> int:
-        """Return the tokens of the simulated prompt that were cached."""
+        """Return how many tokens of the simulated prompt were cached in the recorded run."""
         return (request.cached_tokens or 0) if self.block_tokens else 0
 
     def arrivals(self) -> list[Arrival]:
@@ -267,8 +269,8 @@ class _Builder:
         )
 
     def _factors(self, instance: str) -> tuple[tuple[float, float], ...]:
-        """Return measured over predicted time of the instance's passes, by start. Simulated passes
-        are slowed down like the recorded ones, over time and per instance."""
+        """Return start (seconds from the first arrival) and measured over predicted time of each of
+        the instance's passes, by start. Simulated passes are slowed down by these factors."""
         cost, start_s = self.fitted.cost, self.requests[0].arrived_s
         mine = [
             a_pass for a_pass in usable_passes(self.recording.passes) if a_pass.instance == instance
@@ -285,7 +287,8 @@ class _Builder:
         )
 
     def _changes(self) -> tuple[TopologyChange, ...]:
-        """Return the instances added or removed between the first and the last arrival."""
+        """Return the prefill instances added or removed from the first arrival to the last, and
+        when."""
         start_s, last_s = self.requests[0].arrived_s, self.requests[-1].arrived_s
         changes = [
             TopologyChange(at_s - start_s, "up" if up else "drain", self.names[name])

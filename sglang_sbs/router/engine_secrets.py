@@ -35,7 +35,8 @@ _OPEN = re.compile(
     r"metadata|labels|extra)$|^(?:env|envs|environ|environment|headers|metadata|labels|args|argv)$"
 )
 _SHOWN_OPEN = frozenset({"kv_events_config"})
-"""Read by the doctor: a publisher and its endpoints. Names inside are still checked."""
+"""Fields that match ``_OPEN`` but are shown, because the doctor reads the publisher and its
+endpoints there. Names inside are still checked."""
 _NAME_PARTS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 _IN_URL = re.compile(r"(?<=://)[^/\s@]*@")
 _IN_TEXT = re.compile(
@@ -48,12 +49,14 @@ _IN_TEXT = re.compile(
     re.IGNORECASE,
 )
 _HOW_MANY = re.compile(r"tokens[\"']?\s*[=:]\s*(?:[0-9][0-9.,]*|value|input|field)", re.IGNORECASE)
-"""A count, or the beginning of pydantic's message about one ("Value error", "Field required")."""
+"""Matches a number of tokens, or the beginning of pydantic's message about one ("Value error",
+"Field required")."""
 _BEARER = re.compile(r"\b(bearer|basic)\s++\S+", re.IGNORECASE)
 
 
 def names_secret(name: str, value: Any = "") -> bool:
-    """Return whether ``value`` must be hidden, judged by its name in any spelling."""
+    """Return whether ``value`` must be hidden because ``name``, in any spelling, suggests a secret.
+    Numbers whose names suggest a count of tokens or keys are shown."""
     parts = [part.lower() for part in _NAME_PARTS.findall(name.replace("-", "_"))]
     found = _SECRET_WORDS.intersection(parts)
     if not found:
@@ -69,7 +72,8 @@ def without_secrets(value: Any) -> Any:
 
 
 def _shown(value: Any, *, free: bool, depth: int) -> Any:
-    """Copy a value; ``free``: it is inside a field without a schema."""
+    """Return a copy of a value without secrets. ``free``: it is inside a field without a schema,
+    where all strings are hidden."""
     if depth > _MOST_DEPTH:
         return HIDDEN
     if isinstance(value, dict):
@@ -98,7 +102,8 @@ def _field(name: str, value: Any, *, free: bool, depth: int) -> Any:
 
 
 def _string(text: str, *, free: bool, depth: int) -> Any:
-    """Hide secrets in a string; JSON inside it is parsed and written again."""
+    """Return a string without secrets, or ``HIDDEN``. JSON inside it is parsed and written
+    again."""
     if len(text) > _LONGEST_TEXT:
         return HIDDEN
     if text.lstrip()[:1] in ("{", "["):
@@ -117,6 +122,7 @@ def text_without_secrets(text: str) -> str:
 
 
 def _hidden(found: re.Match[str]) -> str:
-    """Replace a value, unless it is a number of tokens or the reason for refusing one."""
+    """Return the replacement of a match of ``_IN_TEXT``: the value is hidden, unless it is a number
+    of tokens or an error message about one."""
     counts = _HOW_MANY.fullmatch(found[0], found[0].lower().rfind("tokens"))
     return found[0] if counts else f"{found[1]}***"

@@ -16,9 +16,9 @@ from sglang_sbs.scheduling.events import RefuseCause
 ERROR_CODE_HEADER = "X-SMG-Error-Code"
 
 MAX_ERROR_BYTES = 64 * 1024
-"""Limit on an engine's error body; the rest is dropped."""
+"""Bytes read of an engine's error body; the rest is dropped."""
 MAX_MESSAGE_CHARS = 2048
-"""Limit on an engine's message in responses and logs."""
+"""Longest message of an engine in responses and logs."""
 
 RETRYABLE_STATUSES = frozenset({408, 429, 500, 502, 503, 504})
 
@@ -88,7 +88,7 @@ def anthropic_type(status: int) -> str:
 
 
 class RouterError(Exception):
-    """Becomes an error response: a JSON body before the first byte, an SSE event after it."""
+    """An error that the client receives: as a JSON body, or as an event if the stream has begun."""
 
     def __init__(
         self,
@@ -99,7 +99,8 @@ class RouterError(Exception):
         retry_after_s: float | None = None,
         param: str | None = None,
     ) -> None:
-        """Create an error; ``param`` is the invalid field, for OpenAI's APIs."""
+        """Create an error. ``code``: value of ``X-SMG-Error-Code``; ``retry_after_s``: time for the
+        ``Retry-After`` header; ``param``: the invalid field, for OpenAI's APIs."""
         if len(message) > _MOST_MESSAGE_CHARS:  # engines quote their input
             message = message[:_MOST_MESSAGE_CHARS] + "..."
         super().__init__(message)
@@ -139,8 +140,8 @@ E = TypeVar("E", bound=BaseException)
 
 
 def without_frames(error: E) -> E:
-    """Remove the frames of an error. If one of them refers to the error, request bodies would
-    otherwise stay in memory until garbage collection."""
+    """Remove an error's traceback, cause and context, and return it. Frames that refer to the error
+    would keep request bodies in memory until garbage collection."""
     error.__traceback__ = error.__cause__ = error.__context__ = None
     return error
 
@@ -156,7 +157,7 @@ class Refused(RouterError):
 
 
 class LegFailure(RouterError):
-    """One leg of a PD pair failed on the instance ``worker``."""
+    """The prefill or decode request of an attempt failed on the instance ``worker``."""
 
     def __init__(
         self,
@@ -175,7 +176,7 @@ class LegFailure(RouterError):
         self.leg: Leg = leg
         self.worker = worker
         self.transport = transport
-        """The connection failed; otherwise the engine returned an error."""
+        """There was no usable connection or response; otherwise the engine returned an error."""
         self.unreachable = unreachable
         """The worker's address refuses connections."""
         self.broke_off = broke_off
@@ -183,11 +184,13 @@ class LegFailure(RouterError):
         cause."""
         self._blameless = blameless
         self.after_s: float | None = None
-        """Time until the engine's error response; ``None`` if there was none."""
+        """Seconds from the start of the attempt to the engine's error response; ``None`` without
+        one."""
         self.refused = False
-        """The engine returned an error status."""
+        """The engine refused the request with an HTTP error status."""
         self.leaves_room = False
-        """Decode may have contacted the prefill engine that refused the request."""
+        """Decode may have contacted the prefill engine that refused the request, and state of the
+        bootstrap room then stays there (SGLang fault ``refused-room-stays``)."""
 
     @property
     def retryable(self) -> bool:
@@ -195,16 +198,16 @@ class LegFailure(RouterError):
 
     @property
     def counts_against_worker(self) -> bool:
-        """False for client errors (4xx) and this router's own, which do not show a problem of the
-        worker."""
+        """Whether the failure may be the worker's fault: false for 4xx statuses and for failures of
+        this router."""
         return self.status >= 500 and not self._blameless
 
 
 def transport_failure(
     leg: Leg, worker: str, detail: str, *, unreachable: bool = False, broke_off: bool = False
 ) -> LegFailure:
-    """Return the error for a leg that was unreachable or broke: 502 ``prefill_server_error`` or
-    ``decode_…``."""
+    """Return the error for an engine that could not be reached or dropped the connection: 502
+    ``prefill_server_error`` or ``decode_server_error``."""
     code, message = f"{leg}_server_error", f"{leg.capitalize()} server error: {detail} ({worker})"
     how = {"transport": True, "unreachable": unreachable, "broke_off": broke_off}
     return LegFailure(leg, worker, 502, code, message, **how)
@@ -212,25 +215,26 @@ def transport_failure(
 
 def answer_too_large(leg: Leg, worker: str, detail: str) -> LegFailure:
     """Return the error for a response too large to pass on: 413 ``prefill_answer_too_large`` or
-    ``decode_…``. The engine is not at fault, and another would respond the same."""
+    ``decode_answer_too_large``. It is not retried, because every engine would respond the same."""
     # The engine is still working, as after a broken connection.
     return LegFailure(leg, worker, 413, f"{leg}_answer_too_large", detail, transport=True)
 
 
 class EventTooLarge(ValueError):
-    """An event of a stream exceeds the limit for editing or merging; the message names the
-    limit."""
+    """An event of an engine's stream exceeds the limit for editing or merging events; the message
+    names the limit."""
 
 
 def own_failure(leg: Leg, worker: str, detail: str) -> LegFailure:
-    """Return the error for a leg that this router could not attempt: no descriptors or ports are
-    left."""
+    """Return the error for a request that this router could not send, because it has no descriptors
+    or ports left: 503 ``router_overloaded``."""
     return LegFailure(leg, worker, 503, "router_overloaded", detail, transport=True, blameless=True)
 
 
 def leg_status_failure(leg: Leg, worker: str, status: int, body: bytes) -> LegFailure:
-    """Return the error for a status other than 200. The client gets an HTTP error's status and
-    message, but 502 for a status below 400, whose body could be read as the next response."""
+    """Return the error for an engine's status other than 200. The client gets the status and
+    message of an HTTP error. A status below 400 becomes 502, because its body could be read as the
+    next response."""
     if status < 400:
         detail = f"it responds {status}, which is not a valid response ({worker})"
         return LegFailure(leg, worker, 502, f"{leg}_bad_gateway", detail)
@@ -244,7 +248,8 @@ def leg_status_failure(leg: Leg, worker: str, status: int, body: bytes) -> LegFa
 
 
 def leg_aborted(leg: Leg, worker: str, status: int, message: str) -> LegFailure:
-    """Return the error for a request that the engine ended with ``finish_reason`` abort."""
+    """Return the error for a request that the engine ended with finish reason ``abort``; ``status``
+    comes from that reason."""
     code = f"{leg}_{_LEG_CODES.get(status, 'error')}"
     message = _without_secrets(message)
     return LegFailure(leg, worker, status, code, message or f"request aborted by {leg} worker")

@@ -1,5 +1,5 @@
-"""Access to the Kubernetes API. Needs the package of the extra ``kubernetes``, imported only when
-used."""
+"""Opens and reads the Kubernetes API. Needs the package of the extra ``kubernetes``, imported only
+when used."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ApiError(RuntimeError):
 
 async def open_api(flag: str) -> ApiClient:
     """Open a client for the cluster of the kubeconfig file, or else for the one this process runs
-    in. ``flag`` is named in errors. Raises: ValueError, neither exists."""
+    in. ``flag`` is named in errors. Raises: ValueError, there is neither, or it cannot be used."""
     from kubernetes_asyncio import client, config
 
     configuration = client.Configuration()

@@ -12,10 +12,11 @@ from functools import partial
 from typing import ParamSpec, TypeVar
 
 LONG_BYTES = 256 << 10
-"""Work on this much text counts as long."""
+"""Bytes of input from which work counts as long."""
 _SHORT_THREADS = 2
 _PACE_BYTES_PER_S = 250e6
-"""JSON is read four times as fast, so most of the time remains for others."""
+"""Rate at which :class:`Pace` admits input. JSON is parsed four times as fast, so the event loop
+stays free for other work most of the time."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -37,7 +38,8 @@ class Lanes:
     async def run(
         self, size_bytes: int, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Run ``work(*args)`` in a thread; ``size_bytes`` is the amount of input."""
+        """Return the result of ``work``, run in a thread. Input of ``size_bytes`` selects the
+        threads for short or long work."""
         if size_bytes < LONG_BYTES:
             return await _in(self._short, partial(work, *args, **kwargs))
         self.long_bytes += size_bytes
@@ -53,8 +55,8 @@ class Lanes:
 
 
 async def _in(threads: ThreadPoolExecutor, work: Callable[[], T]) -> T:
-    """Run work in a thread. Work cancelled before it begins is dropped at once, because it stays in
-    the executor's queue and its input may be large."""
+    """Return the result of work run in a thread. If it is cancelled before it begins, its possibly
+    large input is dropped at once, although the executor's queue keeps an entry."""
     jobs = [work]
 
     def run() -> T:
@@ -78,8 +80,8 @@ class Pace:
         self._free_s = 0.0
 
     def wait_s(self, size_bytes: int) -> float:
-        """Return the time until the next piece may run; ``size_bytes`` is the amount of its
-        input."""
+        """Reserve the next place for work on ``size_bytes`` of input. Return the seconds until it
+        may run."""
         now_s = time.monotonic()
         start_s = max(now_s, self._free_s)
         self._free_s = start_s + size_bytes / _PACE_BYTES_PER_S
@@ -87,16 +89,18 @@ class Pace:
 
 
 class LoopTurns:
-    """Admits a few pieces of work per turn of the event loop, taking senders in turn."""
+    """Admits at most ``at_once`` pieces of work per turn of the event loop, one sender after
+    another."""
 
     def __init__(self, at_once: int) -> None:
         self._at_once = self._left = at_once
         self._lines: dict[Hashable, deque[asyncio.Future[None]]] = {}
-        """Waiting work by sender; the next sender comes first."""
+        """Waiting pieces by sender; the first sender has the next turn."""
         self._refilling = False
 
     async def take(self, sender: Hashable) -> None:
-        """Wait until a piece of the sender's work may run; it must then run without waiting."""
+        """Wait until one piece of this sender's work may run; the caller must then run it without
+        awaiting."""
         loop = asyncio.get_running_loop()
         if not self._refilling:
             self._refilling = True

@@ -8,5 +8,5 @@ __all__ = ["MAX_BLOCKS", "MAX_COUNT", "MAX_SESSION_CHARS", "clamped_count"]
 
 
 def clamped_count(value: int) -> int:
-    """Clamp a number from an engine or a client to a valid count."""
+    """Clamp a number from an engine or a client to 0..``MAX_COUNT``."""
     return min(max(0, value), MAX_COUNT)

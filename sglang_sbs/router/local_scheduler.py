@@ -36,8 +36,8 @@ class LocalScheduler:
         trials: Trials,
         lead: Callable[[], dict[str, Any] | None] = lambda: None,
     ) -> None:
-        """Build it around the pump of ``trials``. ``lead`` describes the lead among several
-        schedulers, for people."""
+        """Build the scheduler around the pump and the policy of ``trials``. ``lead`` describes for
+        people which of several schedulers is active; it returns ``None`` for a single one."""
         self._options = options
         self._metrics = metrics
         self._watch = watch
@@ -59,8 +59,9 @@ class LocalScheduler:
         self.feed.request_over(timeline, self._metrics.request_over(timeline))
 
     async def start(self) -> str | None:
-        """Start as :meth:`.Watch.start` does. Raises also: OSError, the event log cannot be
-        written."""
+        """Open the event log, and start the feed and the inputs. Returns the EndForward endpoint;
+        ``None`` if it is disabled or not free yet. Raises: as :meth:`.Watch.start`; OSError, the
+        event log cannot be written."""
         options = self._options
         if options.event_log is not None:  # before any event
             with naming_file("--sbs-event-log", options.event_log):
@@ -72,7 +73,7 @@ class LocalScheduler:
         return await self._watch.start()
 
     def gain(self) -> str:
-        """Return the gain for a line of the log; empty if unknown."""
+        """Return the estimated gain in mean TTFT as text for the log; empty if unknown."""
         return in_words(self.feed.ratios())
 
     def families(self) -> Iterator[Metric]:

@@ -16,7 +16,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def give_back_large_blocks() -> None:
-    """Apply the settings; does nothing without glibc."""
+    """Set when glibc's ``malloc`` returns freed memory to the system; do nothing without glibc."""
     with suppress(OSError, AttributeError, TypeError):
         glibc = ctypes.CDLL(None)
         glibc.mallopt(_M_MMAP_THRESHOLD, _MOST_KEPT_BYTES)

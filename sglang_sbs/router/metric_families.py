@@ -1,4 +1,5 @@
-"""Prometheus families created at scrapes."""
+"""Helpers that create Prometheus metric families when a scrape asks for them, and one shared
+family."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 Values = float | Mapping[Any, float] | None
-"""Values of a family: one number without labels; otherwise by label, or by a tuple of labels.
-``None``: they are added one by one."""
+"""Values of a metric family: one number without labels, or numbers by label or tuple of labels.
+``None``: the caller adds them one by one."""
 _F = TypeVar("_F", GaugeMetricFamily, CounterMetricFamily)
 
 
@@ -31,7 +32,7 @@ def total(name: str, text: str, values: Values = None, *labels: str) -> CounterM
 
 
 def gain_family(bounds: Mapping[tuple[str, str], float]) -> GaugeMetricFamily:
-    """The gain by baseline and bound of the 95 % interval."""
+    """Return ``sbs_gain_ratio``, given its values by baseline and bound of the 95 % interval."""
     about = "Estimated mean TTFT over that of immediate dispatch (last 15 minutes)"
     return gauge("sbs_gain_ratio", about, bounds, "baseline", "bound")
 

@@ -20,9 +20,9 @@ import uvloop
 LIMIT_S = 5.0
 """Longest wait of a caller for DNS. The lookup continues, and its result serves the next caller."""
 FRESH_S = 60.0
-"""Younger addresses are returned at once while the name is resolved again."""
+"""Age up to which known addresses are returned at once, while the name is resolved again."""
 MOST_LOOKUPS = 64
-"""Concurrent lookups; further ones fail at once or use former addresses."""
+"""Limit on concurrent lookups; further ones fail at once or use former addresses."""
 _MOST_KNOWN = 4096
 
 Addresses = list[tuple[Any, ...]]
@@ -57,13 +57,14 @@ class NameLookup:
         self._limit_s, self._fresh_s = limit_s, fresh_s
         self._most_lookups = most_lookups
         self._under_way: dict[tuple[Any, ...], tuple[float, asyncio.Future[Addresses]]] = {}
-        """Start and result of each running lookup."""
+        """Start and future result of each running lookup, by the arguments of ``getaddrinfo``."""
         self._known: OrderedDict[tuple[Any, ...], tuple[float, Addresses]] = OrderedDict()
-        """Time and addresses of each known name."""
+        """Time and result of the last successful lookup, by the arguments of ``getaddrinfo``;
+        oldest first."""
 
     async def getaddrinfo(self, *wanted: Any) -> Addresses:
-        """Resolve a name; ``wanted`` is host, port, family, type, proto, flags. Raises:
-        socket.gaierror."""
+        """Resolve a name. ``wanted`` is host, port, family, type, proto, flags. Raises:
+        socket.gaierror, DNS failed and no former addresses are known."""
         if wanted[0] is None or is_address(wanted[0]):
             return self._lookup(*wanted[:5], wanted[5] | socket.AI_NUMERICHOST)
         found_s, known = self._known.get(wanted, (0.0, None))
@@ -123,7 +124,7 @@ class NameLookup:
 
 
 class RouterLoop(uvloop.Loop):
-    """uvloop's event loop with :class:`NameLookup`."""
+    """uvloop's event loop, which resolves names with :class:`NameLookup`."""
 
     def __init__(self) -> None:
         self._names = NameLookup()

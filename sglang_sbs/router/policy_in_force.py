@@ -1,4 +1,4 @@
-"""Tracks the policy in force, with its origin and time; each process has one record."""
+"""Tracks the policy in force, which process set it, and when. Each process has one record."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _Number = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 
 
 class PolicyState(msgspec.Struct, frozen=True, omit_defaults=True):
-    """State of the policy, sent between processes (``processes/messages.py``)."""
+    """The policy in force and its origin, sent between processes (``processes/messages.py``)."""
 
     policy: Annotated[str, msgspec.Meta(max_length=64)]
     since_s: float = 0.0
-    """Unix time in seconds."""
+    """Unix time of the switch, in seconds."""
     by: Annotated[str, msgspec.Meta(max_length=256)] = ""
     """Front end that received the request to switch; empty: ``--policy``."""
     term: _Number = 0
@@ -26,11 +26,12 @@ class PolicyState(msgspec.Struct, frozen=True, omit_defaults=True):
     switches: _Number = 0
     """Number of switches since the command line's policy."""
     back_to: Annotated[str, msgspec.Meta(max_length=64)] = ""
-    """Policy before a running trial; empty without a trial."""
+    """Policy to restore when the running trial ends; empty without a trial."""
 
     @property
     def age(self) -> tuple[int, int]:
-        """Order of states: larger is newer, and each switch of any scheduler has its own."""
+        """``(term, switches)``, which orders the states of all schedulers: the larger is newer, and
+        no two switches have the same."""
         return self.term, self.switches
 
 
@@ -39,7 +40,7 @@ class PolicyInForce:
         """Create the record; ``policy`` is the command line's."""
         self.state = PolicyState(policy, time.time())
         self.listeners: list[Callable[[Policy], None]] = []
-        """Called with each new policy, in order."""
+        """Functions called with each new policy, in this order."""
 
     @property
     def policy(self) -> Policy:
@@ -52,15 +53,16 @@ class PolicyInForce:
         return back_to if spec_of(back_to) else self.policy
 
     def switch(self, policy: Policy, by: str, term: int = 0, back_to: str = "") -> None:
-        """Switch the policy. ``by``: front end that was asked; ``back_to``: see
-        :class:`PolicyState`. Does nothing if all of that is in force."""
+        """Switch the policy. ``by``: front end that received the request; ``term``: the
+        scheduler's; ``back_to``: policy to restore after a trial. Does nothing if policy and
+        ``back_to`` are unchanged."""
         if policy != self.policy or back_to != self.state.back_to:
             switches = self.state.switches + 1
             self._become(PolicyState(policy, time.time(), by[:256], term, switches, back_to))
 
     def inherit(self, state: PolicyState | None, term: int = 0) -> bool:
-        """Adopt a switch unknown to this scheduler, and return whether a trial made it. A trial
-        ends with its scheduler: the policy before the trial is restored, in this scheduler's
+        """Adopt a newer state of a former scheduler, and return whether a trial was ended. If the
+        state was set by a trial, the policy before the trial is restored, in this scheduler's
         ``term``."""
         if state is None or state.age <= self.state.age:
             return False
@@ -74,7 +76,7 @@ class PolicyInForce:
         return True
 
     def follow(self, state: PolicyState | None) -> None:
-        """Follow the scheduler, unless this process knows a later switch."""
+        """Adopt the scheduler's state, unless this process knows a later switch."""
         if state is not None and state.age >= self.state.age:
             self._become(state)
 

@@ -50,7 +50,8 @@ _FIND_S = 15.0
 
 
 class OwnScheduler(LocalScheduler):
-    """A scheduler in this process."""
+    """The scheduler in this process, with its inputs and its HTTP access
+    (:class:`.SchedulerAccess`)."""
 
     def __init__(
         self,
@@ -114,7 +115,8 @@ class OwnScheduler(LocalScheduler):
 
 
 class RemoteScheduler:
-    """A scheduler in another process, with a fallback in this one while it is unreachable."""
+    """The link to a scheduler in another process, with a fallback in this one while it is
+    unreachable."""
 
     def __init__(
         self, options: RouterOptions, metrics: RouterMetrics, session: aiohttp.ClientSession
@@ -150,7 +152,8 @@ class RemoteScheduler:
         self.feed = RemoteFeed(self._link)
 
     def connect(self, in_flight: InFlight) -> None:
-        """Connect the workers and the link to each other, and to the requests of this process."""
+        """Connect the link to the scheduler with the mirrored workers and the requests of this
+        process."""
         link, metrics = self._link, self._metrics
         self.registry.connect(
             WorkerEvents(
@@ -180,7 +183,7 @@ class RemoteScheduler:
         await self._change(worker, messages.RemoveWorker(worker_id=worker.id))
 
     def gain(self) -> str:
-        """Return nothing, because the scheduler process logs it for all front ends."""
+        """Return an empty text, because the scheduler process logs the gain for all front ends."""
         return ""
 
     async def update_worker(self, worker: Worker) -> None:
@@ -242,7 +245,7 @@ class RemoteScheduler:
         return {"scheduler": msgspec.to_builtins(self._link.lead())}
 
     def families(self) -> Iterator[Metric]:
-        """Metrics of the link; the scheduler process exports all others."""
+        """Yield metrics of the link to the scheduler; the scheduler process exports all others."""
         lead = self._link.lead()
         about = "Front ends without the scheduler now"
         yield gauge("sbs_front_ends_alone", about, not lead.connected)
@@ -266,7 +269,8 @@ class RemoteScheduler:
             self._monitor.doubt(worker)
 
     def _alone_changed(self, alone: bool) -> None:
-        """Watch the workers in this process while there is no scheduler."""
+        """Check the workers' health in this process only while it is without scheduler
+        (``alone``)."""
         if self._closed:
             return
         if alone and self._monitor is None:
@@ -290,5 +294,5 @@ def _fallback_of(policy: Policy) -> Policy:
 
 
 def _own_name() -> str:
-    """Return this process's name for logs."""
+    """Return this process's name for logs, ``HOST/PID``."""
     return f"{socket.gethostname()}/{os.getpid()}"

@@ -58,12 +58,12 @@ _SWITCH_S = 0.001
 """Longest time that the threads of :class:`.lanes.Lanes` may keep the interpreter lock."""
 _MINUTE_S = 60.0
 _SPARE_FILES = 64
-"""Descriptors kept for listening sockets, logs, health checks and clients being refused."""
+"""File descriptors kept for listening sockets, logs, health checks and clients being refused."""
 
 
 class RouterServer:
-    """The router process: ``await start()``, serve, ``await stop()``; also usable in tests and
-    other programs."""
+    """A router in this process, or one of its front ends: ``await start()``, serve,
+    ``await stop()``. Also usable in tests and other programs."""
 
     def __init__(self, options: RouterOptions, scheduler: SchedulerLike | None = None) -> None:
         """Create the router; ``scheduler`` replaces the real one in tests."""
@@ -193,7 +193,8 @@ class RouterServer:
         )
 
     def _policy_changed(self, policy: Policy) -> None:
-        """Name blocks and batches only for policies that use them, because this costs time."""
+        """Compute prefix blocks and label batches only for policies that use them, because this
+        costs time."""
         names = self.options.names_blocks(policy)
         approximate = self.options.prefix_source in ("auto", "approximate")
         self.tokenizers.names_blocks = names
@@ -207,8 +208,8 @@ class RouterServer:
         return OwnScheduler(options, self._replacement, metrics, session)
 
     async def stop(self, grace_s: float | None = None) -> None:
-        """Stop accepting, let requests in flight finish, and abort those still running at the
-        limit."""
+        """Stop accepting, let requests in flight finish, and abort those still running after
+        ``grace_s`` (``None``: ``--shutdown-grace-period-secs``)."""
         self.in_flight.draining = True
         self.dashboard.close()
         limit_s = self.options.shutdown_grace_s if grace_s is None else grace_s
@@ -268,8 +269,8 @@ class RouterServer:
         return self.registry.get(worker_url) is not None
 
     def _has_descriptors(self, units: int) -> bool:
-        """Return whether descriptors suffice: a unit needs two for its legs (its client has one),
-        and some are reserved."""
+        """Return whether file descriptors suffice for ``units`` more attempts. Each needs one to
+        prefill and one to decode, and some stay reserved."""
         of_legs = max(self.pool.open_connections, 2 * self.admission.running)
         used = self.in_flight.client_requests + of_legs
         return used + 2 * units <= self._file_limit - max(_SPARE_FILES, self._file_limit // 20)
@@ -277,7 +278,8 @@ class RouterServer:
     # Listening --------------------------------------------------------------------------------
 
     async def _listen(self, runner: web.AppRunner) -> int:
-        """Open the serving port and return the actual one (for port 0)."""
+        """Open the serving port, or the sockets inherited from the supervisor. Returns the port
+        number."""
         options = self.options
         await runner.setup()
         assert runner.server is not None
@@ -365,7 +367,7 @@ class RouterServer:
 
 
 def raise_file_limit() -> int:
-    """Raise the limit on descriptors to the system's maximum and return it."""
+    """Raise this process's limit on file descriptors as far as possible, and return the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = hard if hard != resource.RLIM_INFINITY else 1_048_576
     if soft < wanted:

@@ -15,14 +15,16 @@ K = TypeVar("K", bound=Hashable)
 
 
 class SharedTimer(Generic[K]):
-    """Times out keys. Use only from one event loop."""
+    """Calls a function with each key whose time is up. Use only from one event loop."""
 
     def __init__(self, seconds: float, expired: Callable[[K], object]) -> None:
-        """``expired`` is called with each key that stays for ``seconds``."""
+        """Create a timer; ``expired`` is called with each key that is not discarded within
+        ``seconds``."""
         self._seconds = seconds
         self._expired = expired
         self._due_s: dict[K, float] = {}
-        """Times on the event loop's clock, earliest first because all timeouts are equally long."""
+        """When each key expires, on the event loop's clock; earliest first, as all timeouts are
+        equally long."""
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, key: K) -> None:
@@ -41,7 +43,7 @@ class SharedTimer(Generic[K]):
         self._timer = loop.call_at(due_s, self._fire, loop, context=contextvars.Context())
 
     def _fire(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Handle all that is due, then wait for the next one."""
+        """Expire all keys that are due, then set the timer for the next one."""
         self._timer = None
         now_s = loop.time()
         while self._due_s and self._timer is None:

@@ -1,5 +1,5 @@
-"""Runs a trial (:mod:`sglang_sbs.trial`) in the scheduler's process: executes its switches, ends it
-if the policy is switched otherwise, and reports it."""
+"""Runs a trial (:mod:`sglang_sbs.trial`) in the scheduler's process: executes its switches, reports
+on it, and ends it if the policy is switched by anything else."""
 
 from __future__ import annotations
 
@@ -43,17 +43,18 @@ class Trials:
     """Returns whether this process is the active scheduler."""
     term: Callable[[], int] = int
     switched: Callable[[], None] = lambda: None
-    """Called after each switch."""
+    """Called after each switch of the policy by a trial."""
     _trial: Trial | None = None
     """The current or last trial."""
     _wanted: TrialSpec | None = None
-    """Trial that begins with the first request."""
+    """Trial of ``--sbs-trial`` that begins with the first request."""
     _began_at: float = 0.0
     _ended_at: float | None = None
     _note: str = ""
-    """Reason for a missing or ended trial, if it is not obvious."""
+    """Reason why a trial ended early or did not begin; empty without one."""
     _mine: PolicyState | None = None
-    """State set by the trial's last switch."""
+    """Policy state set by the trial's last switch; another state in force means a foreign
+    switch."""
     _timer: asyncio.TimerHandle | None = None
     _pass_s: float = 0.0
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
@@ -65,15 +66,15 @@ class Trials:
     # Requests of other parts ------------------------------------------------------------------
 
     def want(self, spec: TrialSpec | None) -> None:
-        """Begin with the first request that arrives while this process is active (``--sbs-trial``),
-        unless the policy has been switched before."""
+        """Begin this trial (``--sbs-trial``) with the first request that arrives, unless the policy
+        has been switched before. ``None``: no trial."""
         self._wanted = spec
         if spec is not None:
             self.pump.trial = self._waited_for
 
     def ask(self, do: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """Execute ``begin`` (``body`` as in ``POST /trial``), ``end`` or ``show``, and return the
-        report. Raises: ValueError, it is impossible."""
+        report. Raises: ValueError, ``body`` is invalid or a trial is already running."""
         if do == "begin":
             spec = read_object(body)
             if self.running:
@@ -85,7 +86,8 @@ class Trials:
         return self.shown() or {"running": False, "text": self._text()}
 
     def begin(self, spec: TrialSpec) -> None:
-        """Begin with the policy in force. Must not be called while a trial runs."""
+        """Begin a trial of the policy in force against the baseline of ``spec``. Must not be called
+        while a trial runs."""
         self._wanted, self._note = None, ""
         seed = random.SystemRandom().randrange(2**31) if spec.seed is None else spec.seed
         self._trial = Trial(spec, self.policy.policy, seed)
@@ -161,7 +163,8 @@ class Trials:
             self._timer = self._loop.call_later(wait_s, self._tick)
 
     def _take(self, steps: Sequence[Switch | Ended]) -> None:
-        """Execute the trial's steps, unless the policy has been switched otherwise."""
+        """Execute the trial's steps; skip its switches if the policy has been switched by anything
+        else."""
         trial = self._trial
         assert trial is not None
         ended = trial.ended
@@ -196,7 +199,8 @@ class Trials:
         return report_of(self._trial, time.monotonic(), self._pass_s, self._began_at)
 
     def shown(self) -> dict[str, Any] | None:
-        """Return the current or last trial; None if there was none."""
+        """Return the report of the current or last trial in JSON types; ``None`` if there was
+        none."""
         report = self._report()
         if report is None:
             return None
@@ -205,7 +209,7 @@ class Trials:
         return found
 
     def families(self) -> Iterator[Metric]:
-        """Metrics of the current or last trial; without values if there was none."""
+        """Yield metrics of the current or last trial; without values if there was none."""
         report, trial = self._report(), self._trial
         bounds: dict[str, float] = {}
         now: dict[tuple[str, str], float] = {}

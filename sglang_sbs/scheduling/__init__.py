@@ -1,5 +1,5 @@
-"""The scheduler: decides when each request leaves and for which DP ranks. Sans-I/O, see
-``scheduler``."""
+"""The scheduler: decides when each request is dispatched, and to which prefill and decode DP ranks.
+Does no I/O (:mod:`.scheduler`)."""
 
 from sglang_sbs.scheduling.config import DECODE_RULES as DECODE_RULES
 from sglang_sbs.scheduling.config import TRIGGERS as TRIGGERS

@@ -14,11 +14,11 @@ DecodeRule = Literal["iqr", "potential"]
 TRIGGERS: tuple[str, ...] = get_args(Trigger)
 DECODE_RULES: tuple[str, ...] = get_args(DecodeRule)
 LEAST_WEIGHT, MOST_WEIGHT = 0.01, 100.0
-"""Bounds of a tenant's weight; beyond them a share has no meaning."""
+"""Limits of a tenant's weight (``tenant_weights``)."""
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """All times in seconds, all sizes in tokens or requests."""
+    """Settings of a :class:`.Scheduler`. Times are in seconds, sizes in tokens or requests."""
 
     policy: Policy = "sbs"
     trigger: Trigger = "adaptive"
@@ -27,12 +27,12 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     t_default_s: float = 0.3
     """T_default of Algorithm 1: forward time assumed before the first EndForward."""
     window: int = 100
-    """W_size of Algorithm 1: forward times in the moving average."""
+    """W_size of Algorithm 1: number of forward times in the moving average."""
     n_limit: int = 100
-    """N_limit of Algorithm 2: cycles a request may stay unallocated before flow control. A cycle is
-    one batch of each prefill instance."""
+    """N_limit of Algorithm 2: cycles that a request may stay unallocated before flow control
+    refuses new ones. A cycle is one batch per prefill instance."""
     iqr_k: float = 1.5
-    """k of Algorithm 3."""
+    """k of Algorithm 3: decode ranks with more KV tokens than Q3 + k (Q3 - Q1) are masked."""
 
     default_chunk_tokens: int = 8192
     """C_chunk per rank if the engine does not report it."""
@@ -42,20 +42,21 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     default_timeout_s: float = 60.0
     """Longest wait in the scheduler of a request without a deadline."""
     outage_hold_s: float = 5.0
-    """Wait for an instance after a role lost its last one; 0: requests are refused at once."""
+    """How long requests wait for an instance after a role lost its last one; 0: refuse at once."""
     default_output_tokens: int = 256
-    """Expected output length before the first completion."""
+    """Expected output length in tokens, until the first request completes."""
 
     initial_latency_s: float = 0.02
     """L_net (dispatch until the rank can run the request) before the first measurement."""
     max_hold_s: float = 2.0
-    """Adaptive trigger: longest hold of a request while an instance could take it."""
+    """Adaptive trigger: longest hold of a request while an instance could take it, but at least
+    ``Tuning.most_hold_passes`` mean forward times."""
     priority_step_s: float = 5.0
-    """Adaptive trigger: least waiting time that a level of priority outweighs."""
+    """Adaptive trigger: least time by which a level of priority moves a request in the queue."""
     refuse_missed_slo: bool = False
-    """Refuse a request on arrival if the cluster can no longer meet its SLO for the first token."""
+    """Refuse a request on arrival if the cluster can no longer meet its TTFT SLO."""
     tenant_weights: dict[str, float] = {}
-    """Shares of the passes by tenant; all others have 1."""
+    """Weight of each tenant's share of the passes; 1 for tenants not listed."""
     prefix_index_blocks: int = 2_000_000
     """Cache-aware mode: limit on KV blocks in the prefix index, about 200 bytes each."""
     seed: int = 0

@@ -23,7 +23,7 @@ from sglang_sbs.scheduling.events import Command, Event
 
 MAGIC = b"sglang-sbs-events-1\n"
 OBSERVED = "observed"
-"""Reason of a dispatch that another router made (``sglang-sbs observe``)."""
+"""``Dispatch.reason`` where another router placed the request (``sglang-sbs observe``)."""
 _BUFFER_BYTES = 64 * 1024
 
 
@@ -33,11 +33,11 @@ class LogRecord(msgspec.Struct, array_like=True, frozen=True):
     commands: list[Command]
     config: SchedulerConfig | None = None
     observed: bool = False
-    """Set with the configuration: ``sglang-sbs observe`` wrote this log."""
+    """``sglang-sbs observe`` wrote this log. Set only in the first record, with ``config``."""
 
 
 class EventLogWriter:
-    """Appends records with buffering, so that an event costs microseconds."""
+    """Writes an event log. Writes are buffered, so that an event costs microseconds."""
 
     def __init__(self, path: Path, config: SchedulerConfig, *, observed: bool = False) -> None:
         # Readable only by its owner: it shows clients, times and common prompt prefixes.
@@ -58,7 +58,7 @@ class EventLogWriter:
         self._file.flush()
 
     def close(self) -> None:
-        """Close the file even after errors. Raises: OSError, it was not written completely."""
+        """Close the file even after errors. Raises: OSError: it was not written completely."""
         self._file.close()
 
     def _append(self, record: LogRecord) -> None:
@@ -70,7 +70,7 @@ def read_event_log(
     path: Path, on_torn: Callable[[int], None] = lambda _bytes: None
 ) -> Iterator[LogRecord]:
     """Yield the complete records of a log. If the last one is cut off, ``on_torn`` is called with
-    its size in bytes. Raises: ValueError, not an event log, or an incompatible version."""
+    its size in bytes. Raises: ValueError: not an event log, or an incompatible version."""
     decoder = msgspec.msgpack.Decoder(LogRecord)
     with path.open("rb") as file:
         if file.read(len(MAGIC)) != MAGIC:

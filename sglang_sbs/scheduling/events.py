@@ -32,7 +32,8 @@ Outcome = Literal["completed", "failed", "aborted"]
 CacheTier = Literal["device", "host"]
 """Location of cached KV: ``host`` (host memory or disk) must be loaded first, which takes time."""
 PrefixSource = Literal["events", "approximate", "off"]
-"""Source of an instance's cached prefixes: its KV events, or where prompts were sent."""
+"""How an instance's cached prefixes are known: from its KV events, assumed from the prompts sent
+there, or not at all."""
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True, gc=False):
@@ -47,59 +48,58 @@ class RequestArrived(_Message, frozen=True):
 
     rid: Rid
     prompt_tokens: Count
-    """L(r)."""
+    """L(r): prompt length, with the cached part."""
     estimated: bool = False
-    """``prompt_tokens`` is an estimate, which must not be a reason to refuse the request as too
-    long."""
+    """``prompt_tokens`` is an estimate: do not refuse the request as too long because of it."""
     max_new_tokens: Count | None = None
     deadline_s: float | None = None
-    """Absolute time after which it is refused instead of dispatched."""
+    """Time after which the request is refused instead of dispatched; None: the default timeout."""
     exclude: Annotated[tuple[InstanceId, ...], msgspec.Meta(max_length=4096)] = ()
-    """Instances a retry should avoid while there are others."""
+    """Instances that a retry should avoid while there are others."""
     blocks: Annotated[list[BlockName], msgspec.Meta(max_length=MAX_BLOCKS)] = []
-    """Names of its full KV pages from the first on, as in KV events: equal names mean equal tokens,
-    and equal preceding tokens, in the same namespace (salt, LoRA). Empty: its prefix cannot be
-    matched."""
+    """Names of the prompt's full KV blocks in order, as in KV events. Equal names mean that all
+    tokens up to the end of the block are equal, in the same namespace (salt, LoRA). Empty: the
+    prompt's prefix cannot be matched."""
     block_tokens: Count = 0
-    """Tokens per block; instances with another page size are assumed to have none of them."""
+    """Tokens per block. Instances with an incompatible page size count as holding none of them."""
     session: Annotated[str, msgspec.Meta(max_length=MAX_SESSION_CHARS)] = ""
     """Session id, for policies that pin sessions to an instance."""
     priority: int = 0
     """Larger is more urgent."""
     ttft_slo_s: float | None = None
-    """Client's limit on the time to its first token."""
+    """Client's limit on the time to first token; None: no limit."""
     tenant: Annotated[str, msgspec.Meta(max_length=MAX_TENANT_CHARS)] = ""
     """Tenant that the request is charged to; empty: the one shared by all requests without a
     tenant."""
 
 
 class PrefillDone(_Message, frozen=True):
-    """Prefill responded, or decode sent the first token: L(r) left the prefill rank. Sent at most
-    once for each of these; the second one for a request changes nothing."""
+    """The prefill engine answered, or decode sent the first token: the prompt is computed. Sent at
+    most once for each of the two; the second event of a request changes nothing."""
 
     rid: Rid
     prompt_tokens: Count | None = None
-    """Number of prompt tokens counted by the engine."""
+    """Number of prompt tokens counted by the engine; None: not reported."""
     cached_tokens: Count | None = None
     aborted: bool = False
-    """The request was aborted on prefill, which does not show the end of a pass."""
+    """Prefill aborted the request, so its answer does not show that a pass ended."""
 
 
 class ClientSide(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """The relay's times of one attempt, in seconds."""
+    """The client's side of one attempt, as measured by the relay. Times are in seconds."""
 
     request_id: Annotated[str, msgspec.Meta(max_length=MAX_REQUEST_ID_CHARS)] = ""
     """The client's ``x-request-id``, truncated."""
     admission_s: Seconds | None = None
     """Time from the client's request to the submission of its first attempt."""
     retries_s: Seconds = 0.0
-    """Time from then to the submission of this attempt."""
+    """Time from the submission of the first attempt to that of this one."""
     first_byte_s: Seconds | None = None
-    """Time from its submission to decode's first byte; None if there was none."""
+    """Time from this attempt's submission to decode's first byte; None: there was none."""
 
 
 class RequestEnded(_Message, frozen=True):
-    """The request ended in prefill and in decode, from any state; a queued one is dropped."""
+    """The request is over on prefill and decode. Valid in any state; if queued, it is removed."""
 
     rid: Rid
     outcome: Outcome
@@ -120,7 +120,7 @@ class RequestAdopted(_Message, frozen=True):
     decode_rank: Count
     max_new_tokens: Count | None = None
     prefilled: bool = False
-    """Prefill has already responded: only decode still works on it."""
+    """Prefill has already answered, so only decode still works on the request."""
 
 
 # Instances ------------------------------------------------------------------------------------
@@ -135,16 +135,16 @@ class InstanceUp(_Message, frozen=True):
     chunk_tokens: int = 0
     """C_chunk per DP rank (prefill); 0: unknown."""
     kv_capacity_tokens: int = 0
-    """Per DP rank; 0: unknown, not enforced."""
+    """KV tokens per DP rank; 0: unknown, not enforced."""
     max_running_requests: int = 0
-    """Per DP rank; 0: unknown, not enforced."""
+    """Limit on running requests per DP rank; 0: unknown, not enforced."""
     page_size: int = 1
     prefix_source: PrefixSource = "off"
     overlap: bool = False
-    """One-batch lookahead (SGLang's overlap scheduling): requests left over from a pass are
-    launched as the next pass when it starts, without requests that arrive while it runs."""
+    """The engine uses overlap scheduling: when a pass starts, it forms the next one from the
+    requests that wait then. Later requests wait for the pass after it."""
     charged_page: int = 0
-    """Each request uses whole pages of this many tokens of the chunk; 0: ``page_size``."""
+    """A request is charged whole pages of this many tokens of the chunk; 0: ``page_size``."""
     barrier: bool = True
     """All DP ranks of a prefill instance run each pass together. False: each rank runs its own
     passes (:mod:`.lone_ranks`)."""
@@ -152,38 +152,38 @@ class InstanceUp(_Message, frozen=True):
     """Token counts of captured prefill CUDA graphs, ascending: smaller passes are padded to one of
     them. Empty: passes are not padded."""
     allocates_late: bool = False
-    """Decode reserves room late, so prefill does not wait for it (SGLang's
-    ``--disaggregation-decode-allocation-policy prefill_complete``)."""
+    """Decode allocates KV only when prefill is complete, so prefill does not wait for room there
+    (SGLang's ``--disaggregation-decode-allocation-policy prefill_complete``)."""
     prefill_max_requests: int = 0
-    """Most requests of a rank in one pass (SGLang's flag of that name); 0: no limit."""
+    """Limit on a DP rank's requests in a pass (SGLang's ``--prefill-max-requests``); 0: none."""
     shares_storage: bool = False
-    """Its ranks write KV to storage that all such instances read (SGLang's
+    """Its ranks write KV to storage that all instances with this flag read (SGLang's
     ``--hicache-storage-backend`` with write-through)."""
 
 
 class InstanceDown(_Message, frozen=True):
-    """The instance gets no new dispatches. ``RequestEnded`` ends its requests."""
+    """No requests may be dispatched to the instance. Each request that it has still ends with its
+    own :class:`RequestEnded`."""
 
     instance: InstanceId
     drained: bool = False
-    """The instance works and only takes no new requests, so the state known about it stays
-    valid."""
+    """The instance works but takes no new requests, so the state known about it stays valid."""
 
 
 class ForwardEnded(_Message, frozen=True):
-    """An EndForward message, bound to an instance."""
+    """An EndForward message, and the instance that sent it."""
 
     instance: InstanceId
     report: EndForward
 
 
 class LoadPolled(_Message, frozen=True):
-    """A load poll of an instance without (fresh) EndForward, the coarse fallback. -1 for ranks
-    without data."""
+    """An instance's answer to a load poll (``/v1/loads``), the coarse fallback without (recent)
+    EndForward. Lists have a value per DP rank; -1: no data."""
 
     instance: InstanceId
     queued_tokens: list[int]
-    """Per DP rank: prompt tokens waiting or bootstrapping."""
+    """Prompt tokens waiting or bootstrapping, per DP rank."""
     running_requests: list[int]
     kv_tokens: list[int]
 
@@ -214,8 +214,7 @@ class BlocksCleared(_Message, frozen=True):
 
 
 class PolicySwitched(_Message, frozen=True):
-    """Another policy is in force. Queue, requests in flight and instance states stay as they
-    are."""
+    """Another policy is in force. Queue, requests in flight and instance states stay unchanged."""
 
     policy: Policy
 
@@ -245,7 +244,7 @@ Event = (
 
 
 class Dispatch(_Message, frozen=True):
-    """Send the prefill and the decode request now."""
+    """Send a request's prefill and decode requests now, to these DP ranks."""
 
     rid: str
     prefill: InstanceId
@@ -253,20 +252,20 @@ class Dispatch(_Message, frozen=True):
     decode: InstanceId
     decode_rank: int
     batch: int
-    """Number of its batch; requests of one batch should be sent back to back."""
+    """Number of the request's batch. The requests of a batch should be sent back to back."""
     held_s: float
     reason: str
-    """Reason for time and place, in words."""
+    """Reason for the time and the place of the dispatch, in words."""
     cached_tokens: int = 0
-    """L_hit used for placing: prompt tokens expected in the rank's cache."""
+    """L_hit: prompt tokens that the prefill rank is expected to have cached."""
     decode_cached_tokens: int = 0
-    """Prompt tokens that the decode rank is expected to have, so that they are not transferred."""
+    """Prompt tokens expected in the decode rank's cache, so that they need no transfer."""
     barrier: bool = True
-    """All DP ranks of that prefill instance run each pass together."""
+    """All DP ranks of the prefill instance run each pass together."""
     joins: bool = False
-    """It follows a batch on its way to the same instance, for the same pass."""
+    """The request joins a batch that is on its way to the same instance, for the same pass."""
     gang: GangPart | None = None
-    """The part of its batch for the same rank, added by the driver
+    """Describes the request's batch to the engine's batch gate. Added by the driver
     (:mod:`sglang_sbs.router.dispatch.gang_parts`)."""
 
 
@@ -283,7 +282,7 @@ class Refuse(_Message, frozen=True):
     retry_after_s: float
     message: str
     limit: InstanceRole | None = None
-    """Role without capacity, if the cause is overload."""
+    """Role without capacity, if the cause is overload and the role is known."""
 
 
 class WakeAt(_Message, frozen=True):

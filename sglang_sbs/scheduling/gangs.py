@@ -37,7 +37,8 @@ class Gangs:
         return self.policy.holds
 
     def commit(self, plan: Plan, now_s: float, out: list[ev.Command]) -> list[str]:
-        """Choose decode ranks and dispatch; return the requests without a decode rank."""
+        """Choose a decode rank for each placement of the plan and dispatch it. Return the ids of
+        requests without a decode rank, which stay in the queue."""
         if plan.spends is not None:
             plan.spends.ready = False
         if not plan.placements:
@@ -65,7 +66,7 @@ class Gangs:
     def _send(
         self, placements: Sequence[Placement], plan: Plan, now_s: float, out: list[ev.Command]
     ) -> list[Placement]:
-        """Dispatch the requests with a decode rank as one batch; return the others."""
+        """Dispatch requests that get a decode rank as one batch; return the other placements."""
         targets = self._decode_ranks(placements)
         self.count += bool(targets)
         left = []
@@ -80,8 +81,8 @@ class Gangs:
         return left
 
     def _decode_ranks(self, placements: Sequence[Placement]) -> dict[str, int]:
-        """Return the decode rank of each request that gets one, as an index into all decode
-        ranks."""
+        """Return the decode rank of each request that gets one, by request id, as an index into
+        ``Membership.decode_targets``."""
         members = self.members
         loads = [load for decode in members.up_decode for load in decode.loads()]
         holds = self.holds
@@ -104,7 +105,8 @@ class Gangs:
         reason: str,
         now_s: float,
     ) -> ev.Dispatch:
-        """``target``: the decode rank, as an index into all."""
+        """Move a request from the queue to its ranks, and return the command. ``target``: its
+        decode rank, as an index into ``Membership.decode_targets``."""
         request, instance, rank = placement
         decode, decode_rank = self.members.decode_targets[target]
         self.queue.dispatch(request)

@@ -1,8 +1,8 @@
 """Treats each rank of a worker without a barrier (DWDP, SGLANG_SCHEDULER_SKIP_ALL_GATHER, no DP
 attention) as a prefill instance, because such ranks number and end their passes independently.
 
-Only the driver knows the worker; this module translates between its names (worker, rank) and the
-scheduler's (instance, 0)."""
+Outside the scheduler such a worker stays one instance: this module translates between the driver's
+names (worker, rank) and the scheduler's (instance, 0)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sglang_sbs.scheduling import events as ev
 
 
 class WorkerRank(NamedTuple):
-    """A DP rank in the driver's terms."""
+    """A DP rank as the driver names it, by its worker and its number there."""
 
     worker: ev.InstanceId
     rank: int
@@ -24,32 +24,33 @@ class WorkerRank(NamedTuple):
 
 
 class LoneRanks:
-    """Translates names in (:meth:`inside`) and out (:meth:`outside`)."""
+    """Translates names from the driver (:meth:`inside`) and back to it (:meth:`outside`)."""
 
     def __init__(self) -> None:
         self._instances: dict[ev.InstanceId, list[ev.InstanceId]] = {}
-        """Instance of each rank, by worker without a barrier."""
+        """Instances of a worker's ranks in order, by worker; only workers without a barrier."""
         self._ranks: dict[ev.InstanceId, WorkerRank] = {}
-        """Worker and rank of each such instance."""
+        """Worker and rank of each instance that is a single rank, by instance."""
 
     def instances(self, worker: ev.InstanceId) -> list[ev.InstanceId]:
-        """Return the instances of a worker: itself, or one per rank."""
+        """Return a worker's instances: itself, or one per rank without a barrier."""
         return self._instances.get(worker) or [worker]
 
     def outside(self, instance: ev.InstanceId, rank: int, dp_size: int) -> WorkerRank:
-        """Return a rank of an instance with ``dp_size`` ranks in the driver's terms."""
+        """Return the driver's name of a rank. ``dp_size``: number of ranks of ``instance``."""
         return self._ranks.get(instance) or WorkerRank(instance, rank, dp_size)
 
     def place(self, worker: ev.InstanceId, rank: int) -> tuple[ev.InstanceId, int]:
-        """Return instance and rank for the driver's names. An unknown rank is returned unchanged,
-        which matches no instance."""
+        """Return the scheduler's (instance, rank) for the driver's names, which are the same with a
+        barrier. For a rank that does not exist, the result matches no instance."""
         instances = self._instances.get(worker)
         if instances is None or not 0 <= rank < len(instances):
             return worker, rank
         return instances[rank], 0
 
     def up(self, event: ev.InstanceUp) -> tuple[list[ev.InstanceUp], list[ev.InstanceId]]:
-        """Return the instances that are up now, and those that no longer belong to the worker."""
+        """Record that a worker is up. Return an event for each of its instances, and the ids of
+        instances that no longer belong to it."""
         worker = event.instance
         before = self.instances(worker)
         for name in before:
@@ -82,7 +83,8 @@ class LoneRanks:
         ]
 
     def inside(self, event: ev.Event) -> ev.Event:
-        """Translate an event of one rank or request to instance names; others stay unchanged."""
+        """Return the event with the scheduler's names if it concerns one rank or request; other
+        events are returned unchanged."""
         if not self._instances:
             return event
         match event:

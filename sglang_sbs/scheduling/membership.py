@@ -1,4 +1,4 @@
-"""Keeps the set of instances and their availability: they come, change, go down and are dropped."""
+"""Keeps the prefill and decode instances, and which of them are up, down or drained."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ from sglang_sbs.scheduling.request import Request
 from sglang_sbs.wire import EndForward
 
 _FORGET_DOWN_S = 600.0
-"""An instance without outstanding requests that is down for longer counts as removed."""
+"""Seconds after which an unreachable instance is dropped as removed. A decode instance with
+outstanding requests is kept longer."""
 
 
 class Membership:
-    """The instances. Names are the scheduler's own, except in :meth:`up` and :meth:`down`."""
+    """The prefill and decode instances, and which are up or drained. A worker without a barrier is
+    one instance per DP rank (:class:`LoneRanks`): only :meth:`up` and :meth:`down` take workers'
+    names."""
 
     def __init__(self, config: SchedulerConfig, prefix: PrefixCaches) -> None:
         self._config = config
@@ -27,18 +30,18 @@ class Membership:
         self.prefill: dict[InstanceId, PrefillInstance] = {}
         self.decode: dict[InstanceId, DecodeInstance] = {}
         self.lone = LoneRanks()
-        """Prefill workers without a barrier; only they have different names outside."""
+        """Names of the ranks of prefill workers without a barrier, which are instances here."""
         self.down_s: dict[InstanceId, float] = {}
-        """Time since when each instance has been down."""
+        """Time when each instance went down or was drained, for those that are not up."""
         self.drained: set[InstanceId] = set()
-        """Instances that are down only because they are drained; their engines still work."""
+        """Instances in ``down_s`` that are only drained: their engines still work."""
         self.up_prefill: list[PrefillInstance] = []
         self.up_decode: list[DecodeInstance] = []
         self.decode_targets: list[tuple[DecodeInstance, int]] = []
-        """Ranks of the decode instances that are up."""
+        """All ranks of the decode instances that are up, as (instance, rank)."""
 
     def up(self, event: InstanceUp) -> Iterator[InstanceId]:
-        """Add or update a worker; yields each new instance after it was entered."""
+        """Add or update a worker. Yields the id of each new instance once it is added."""
         instances, gone = self.lone.up(event)
         for name in gone:
             self._forget(name)
@@ -69,7 +72,8 @@ class Membership:
         return changes
 
     def refresh(self, now_s: float) -> list[PrefillInstance]:
-        """Update after any change; return the prefill instances that are up."""
+        """Drop instances that were unreachable for long, and compute ``up_prefill``, ``up_decode``
+        and ``decode_targets`` again. Return ``up_prefill``."""
         lost = [i for i in self.down_s if i not in self.drained]
         for gone in [i for i in lost if self.down_s[i] + _FORGET_DOWN_S <= now_s]:
             # Probably removed for good; otherwise the records would grow with churn.

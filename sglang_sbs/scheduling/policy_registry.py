@@ -21,8 +21,8 @@ GROUP = "sglang_sbs.policies"
 """Entry-point group. The name of an entry point is the name of its policy, the object is its
 :class:`PolicySpec`."""
 MODULES = "SGLANG_SBS_POLICIES"
-"""Environment variable with modules, comma-separated, each with a ``POLICIES`` of specs, for
-policies that are not packaged yet."""
+"""Environment variable: comma-separated modules with policies that are not packaged yet. Each
+module has ``POLICIES``, a sequence of :class:`PolicySpec`."""
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 
@@ -35,24 +35,24 @@ class PolicySpec:
     """A policy: how to create it, the inputs it uses, and its documentation."""
 
     name: str
-    """Lower-case letters, digits and underscores."""
+    """Name for ``--policy``: lower-case letters, digits and underscores."""
     make: Callable[[Any], Any]
-    """Takes a ``PolicyContext`` (``policies.policy``), returns a ``PrefillPolicy``."""
+    """Creates a ``PrefillPolicy`` from a ``PolicyContext`` (both in ``policies.policy``)."""
     decode: DecodeChoice = "fewest_requests"
     reads_reports: bool = False
-    """It uses engines' reports of their passes (EndForward)."""
+    """The policy uses engines' reports of their passes (EndForward)."""
     reads_prefixes: bool = False
-    """It uses ``request.hits``, the prefixes cached on each rank."""
+    """The policy uses ``request.hits``, the prefixes cached on each rank."""
     fallback: Policy | None = None
-    """Its replacement in a front end that cannot reach the scheduler, and so gets no reports of
-    engines. ``None``: no replacement is needed."""
+    """Policy used instead by a front end that cannot reach the scheduler, and so gets no reports of
+    engines; None: this one works without."""
     summary: str
-    """One sentence on its behavior."""
+    """One sentence on the policy's behavior."""
     choose_when: str
     needs: str = "Nothing of the engines."
-    """Inputs that it needs, and their source."""
+    """Inputs that the policy needs, and their source."""
     trade_offs: str
-    """Its costs and weaknesses."""
+    """Costs and weaknesses of the policy."""
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -68,7 +68,7 @@ class PolicySpec:
 
 _specs: dict[str, PolicySpec] = {}
 _broken: dict[str, str] = {}
-"""Policies of other packages that failed to load, and why."""
+"""Reason of the failure, for each policy of another package that could not be loaded."""
 
 
 def register(spec: PolicySpec) -> None:
@@ -78,19 +78,19 @@ def register(spec: PolicySpec) -> None:
 
 
 def policy_names() -> tuple[Policy, ...]:
-    """The names of all policies, ours first."""
+    """Return the names of all policies, ours first."""
     _look()
     return tuple(_specs)
 
 
 def broken() -> dict[Policy, str]:
-    """Return installed policies that failed to load, and why."""
+    """Return the installed policies that failed to load, with the reason of each."""
     _look()
     return dict(_broken)
 
 
 def spec_of(name: object) -> PolicySpec | None:
-    """Return a policy; ``None`` if it does not exist here."""
+    """Return the spec of a policy; None: no policy has this name."""
     if not isinstance(name, str):
         return None
     if name not in _specs:
@@ -99,7 +99,7 @@ def spec_of(name: object) -> PolicySpec | None:
 
 
 def require(name: str) -> PolicySpec:
-    """Return a policy. Raises: PolicyError: it does not exist, or failed to load."""
+    """Return the spec of a policy. Raises: PolicyError: it does not exist, or failed to load."""
     spec = spec_of(name)
     if spec is None and name in _broken:
         raise PolicyError(f"{name!r} could not be loaded: {_broken[name]}")
@@ -109,20 +109,21 @@ def require(name: str) -> PolicySpec:
 
 
 def reads_reports(name: object) -> bool:
-    """Return whether a policy uses EndForward; False for unknown ones."""
+    """Return whether the policy with this name uses EndForward; False if there is none."""
     spec = spec_of(name)
     return spec is not None and spec.reads_reports
 
 
 def reads_prefixes(name: object) -> bool:
-    """Return whether a policy uses cached prefixes."""
+    """Return whether the policy with this name uses cached prefixes; False if there is none."""
     spec = spec_of(name)
     return spec is not None and spec.reads_prefixes
 
 
 @cache
 def _look() -> None:
-    """Load policies of other packages once. One that fails does not affect the others."""
+    """Load the policies of other packages, once. One that fails is recorded in ``_broken`` and does
+    not affect the others."""
     for name, load in _of_others():
         try:
             for spec in load():

@@ -1,6 +1,6 @@
 """The prefix caches of the cluster: one index for prefill ranks and one for decode ranks. A prefix
 on decode saves KV transfer and space (``--disaggregation-decode-enable-radix-cache``), never
-prefill work. An index ignores instances of the other one."""
+prefill work. Each index ignores events of instances that only the other one knows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BlockEvent = ev.BlocksStored | ev.BlocksRemoved | ev.BlocksCleared
 
 
 class PrefixCaches:
-    """Feeds and corrects the ``prefill`` and ``decode`` indexes, which placement reads."""
+    """Keeps the ``prefill`` and ``decode`` indexes up to date; placement reads them."""
 
     def __init__(self, *, max_blocks: int) -> None:
         self.prefill = PrefixIndex(max_blocks=max_blocks)
@@ -23,7 +23,7 @@ class PrefixCaches:
         self._both = self.prefill, self.decode
 
     def on_up(self, event: ev.InstanceUp) -> None:
-        """An instance can be used in this role; forget its cache in another role."""
+        """Add or update an instance in the index of its role, and remove it from the other one."""
         mine, other = self._both if event.role == "prefill" else (self.decode, self.prefill)
         other.gone(event.instance)
         mine.up(
@@ -36,8 +36,8 @@ class PrefixCaches:
         )
 
     def on_down(self, instance: ev.InstanceId) -> None:
-        """The instance cannot be reached. A decode engine may come back empty, and no answer of
-        decode would correct the claims about its cache."""
+        """Record that an instance is unreachable. Blocks that are only assumed at a decode instance
+        are forgotten: it may come back empty, and decode's answers would not correct that."""
         self.prefill.down(instance)
         self.decode.down(instance, forget_claims=True)
 
@@ -60,21 +60,21 @@ class PrefixCaches:
             index.restarted(instance, rank)
 
     def sent(self, request: Request, visible_s: float) -> None:
-        """A request was dispatched; others can match its blocks from ``visible_s`` on."""
+        """Record a dispatch. Other requests can match its blocks from ``visible_s`` on."""
         for index, place in zip(self._both, (request.prefill, request.decode), strict=True):
             if place is not None:
                 index.sent(request.rid, *place, request.blocks, request.block_tokens, visible_s)
 
     def moved(self, request: Request, visible_s: float) -> None:
-        """The engine moved a request to another prefill rank; others can match its blocks there
-        from ``visible_s`` on."""
+        """Record that the engine moved a request to another prefill rank, where other requests can
+        match its blocks from ``visible_s`` on."""
         self.prefill.dropped(request.rid)
         if request.prefill is not None:
             blocks = request.blocks, request.block_tokens
             self.prefill.sent(request.rid, *request.prefill, *blocks, visible_s)
 
     def on_prefilled(self, request: Request, now_s: float, cached_tokens: int | None) -> None:
-        """Prefill responded, possibly with the number of cached tokens."""
+        """Record that a prompt is computed. ``cached_tokens``: the reported hit, if any."""
         self.prefill.on_prefilled(
             request.rid, now_s, expected_tokens=request.cached_tokens, cached_tokens=cached_tokens
         )
@@ -95,7 +95,8 @@ class PrefixCaches:
     def decode_hits(
         self, request: Request, targets: Sequence[tuple[DecodeInstance, int]]
     ) -> dict[int, int]:
-        """Return cached tokens of the prompt on decode ranks, by position in ``targets``."""
+        """Return the prompt's cached tokens on decode ranks, by index in ``targets``; ranks without
+        any are missing."""
         if not len(self.decode):
             return {}
         hits = self.decode.find(request.blocks, request.block_tokens, request.prompt_tokens)

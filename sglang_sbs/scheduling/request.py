@@ -24,7 +24,7 @@ class Request:
 
     rid: str
     order: int
-    """Arrival number: the FCFS key."""
+    """Arrival number, the key of first come first served."""
     prompt_tokens: int
     max_new_tokens: int | None
     arrived_s: float
@@ -32,46 +32,47 @@ class Request:
     estimated: bool = False
     """The prompt length is an estimate."""
     submitted_tokens: int = 0
-    """Submitted length, until an engine has counted it."""
+    """Prompt length as submitted; 0 once an engine has counted the prompt."""
     exclude: tuple[InstanceId, ...] = ()
     blocks: Sequence[int] = ()
-    """Names of its full KV pages (see :class:`~sglang_sbs.scheduling.events.RequestArrived`)."""
+    """Names of the prompt's full KV blocks in order (:attr:`.RequestArrived.blocks`)."""
     block_tokens: int = 0
     session: str = ""
     priority: int = 0
-    """Larger is more urgent. This field and the next two are clamped."""
+    """Larger is more urgent. Clamped to :data:`.MOST_PRIORITY` in either direction."""
     ttft_slo_s: float | None = None
     tenant: str = ""
     hits: Hits = NO_HITS
-    """L_hit per rank, at the time of the last lookup."""
+    """L_hit: prompt tokens cached on each prefill rank, as of the last lookup."""
     upcoming: Sequence[Upcoming] = ()
-    """Ranks that will have part of it cached, at the time of the last lookup."""
+    """Ranks that compute part of the prompt for other requests, as of the last lookup."""
     hits_version: int = -1
     upcoming_version: int = -1
     cached_tokens: int = 0
-    """L_hit on the rank it was sent to."""
+    """L_hit on the prefill rank that the request was sent to, in tokens."""
     decode_hits: dict[int, int] = field(default_factory=dict)
-    """Tokens of the prompt cached on decode ranks, by position; set while decode ranks are
-    chosen."""
+    """Prompt tokens cached on decode ranks, by index in ``Membership.decode_targets``; set while
+    decode ranks are chosen."""
     total_tokens: int = 0
-    """Prompt plus expected output: the space it will use in decode."""
+    """Prompt plus expected output, in tokens: the KV space that it will use on decode."""
     key: float = 0.0
-    """Place in the policy's order, smallest first; fixed at arrival."""
+    """Sort key in the policy's order, smallest first; fixed at arrival unless the cached prefix
+    grows or the policy changes."""
     waited_batches: int = 0
-    """Number of batches that left without it and could have included it. 0 means newly arrived."""
+    """Number of batches that could have included the request and left without it. 0: it is new."""
     waited_cycles: float = 0.0
-    """``r.wait`` of Algorithm 2; a cycle is as many batches as there are instances."""
+    """``r.wait`` of Algorithm 2, in cycles of as many batches as there are prefill instances."""
     waits_for: WaitReason | None = None
-    """Reason for its waiting in the latest decision about it."""
+    """Reason for its wait in the latest decision about it; None: none so far."""
     waits: tuple[Waited, ...] = ()
-    """History of those reasons."""
+    """Its first reasons for waiting (at most ``MOST_WAITS``), in order."""
     first_batch: int = 0
     """Number of the last batch that left before it arrived."""
     prefill: tuple[InstanceId, int] | None = None
     decode: tuple[InstanceId, int] | None = None
     prefilled: bool = False
     uncached_tokens: int = field(init=False)
-    """L(r) - L_hit(r, d) on the rank with the largest hit."""
+    """L(r) - L_hit(r, d): tokens to compute on the prefill rank with the largest hit."""
 
     def __post_init__(self) -> None:
         self.uncached_tokens = self.prompt_tokens - self.hits.best_tokens
@@ -81,37 +82,39 @@ class Request:
         self.prompt_tokens = self.uncached_tokens = prompt_tokens
 
     def allowed_on(self, instances: Sequence[_Instance]) -> Sequence[_Instance]:
-        """Return the usable instances: a retry avoids those it failed on while there are others."""
+        """Return the instances that may get the request: a retry avoids those in ``exclude`` while
+        there are others."""
         if not self.exclude:
             return instances
         return [instance for instance in instances if instance.id not in self.exclude] or instances
 
     def may_use(self, instance: _Instance, instances: Iterable[_Instance]) -> bool:
-        """Return whether one instance is usable; called often, so the others are checked only if
-        necessary."""
+        """Return whether the request may go to ``instance``, one of ``instances``: the rule of
+        :meth:`allowed_on`, which checks the others only if necessary."""
         exclude = self.exclude
         return instance.id not in exclude or all(instance.id in exclude for instance in instances)
 
     def hit_tokens(self, instance: InstanceId, rank: int) -> int:
-        """L_hit(r, d)."""
+        """Return L_hit(r, d): prompt tokens cached on this rank, as of the last lookup."""
         hits = self.hits.by_instance.get(instance)
         return hits[rank] if hits is not None else 0
 
     def fetch_tokens(self, instance: InstanceId, rank: int) -> int:
-        """Return the part of the hit that the rank must first load from shared storage."""
+        """Return the tokens of the hit that the rank must first load from shared storage."""
         fetched = self.hits.to_fetch.get(instance)
         return fetched[rank] if fetched is not None else 0
 
     @property
     def cached_until(self) -> int | None:
-        """Name of its last cached block on any rank; requests with the same one share a useful
-        prefix."""
+        """Name of the last block of the longest cached prefix; None: no rank has any. Requests with
+        the same one share a useful prefix."""
         if not self.hits.best_tokens:
             return None
         return self.blocks[self.hits.best_tokens // self.block_tokens - 1]
 
     def uncached_tokens_on(self, instance: InstanceId) -> int:
-        """L(r) - L_hit(r, d) on the best rank of one instance."""
+        """Return the tokens to compute, L(r) - L_hit(r, d), with the largest hit on the
+        instance."""
         hits = self.hits.by_instance.get(instance)
         return self.prompt_tokens - max(hits) if hits is not None else self.prompt_tokens
 

@@ -1,25 +1,28 @@
-"""The Staggered Batch Scheduler: events and ``now`` in, commands out.
+"""The Staggered Batch Scheduler: events and ``now_s`` in, commands out.
 
-All state changes are in this file or called from it. It knows no sockets, clocks, asyncio or
-SGLang; the router, the simulator and the tests drive this same object.
+All state changes are in this file or called from it. It uses no sockets, clocks, asyncio or SGLang;
+the router, the simulator and the tests drive this same object.
 
-Theory of operation ------------------- A request is *queued* from :class:`RequestArrived` until it
-is dispatched or refused, *dispatched* until :class:`PrefillDone`, *decoding* until
-:class:`RequestEnded`. RequestEnded may come in any state and is the only way out after a dispatch;
-from the queue a refusal is the only other one. Everything else is an estimate of instances' states
-(``prefill.instance``, ``decode.instance``), which engines' reports replace and never add to.
+Theory of operation
+-------------------
+A request is *queued* from :class:`RequestArrived` until it is dispatched or refused, *dispatched*
+until :class:`PrefillDone`, *decoding* until :class:`RequestEnded`. RequestEnded may come in any
+state, and is the only end of a dispatched request; a queued one may also be refused. Everything
+else is an estimate of instances' states (``prefill.instance``, ``decode.instance``), which engines'
+reports replace and never add to.
 
-After every event the same loop runs. Timeouts come first. Then the policy is asked for one batch at
-a time until it has none or the event's share is used, and each batch gets its decode ranks
-(Algorithm 3 or the potential). The earliest time at which anything could change by itself becomes
-:class:`WakeAt`. A request that no decode rank can admit is not dispatched: its prefill would hold a
-bootstrap slot and compute nothing. It waits for room, and a rank is reserved for the oldest such
-request before smaller ones starve it (``decode.admission``). While a role has no instance all
-requests wait, for a bounded time (``outage``).
+After an event, at once or a moment later (:class:`Replan`), the same loop runs. Timeouts come
+first. Then the policy is asked for one batch at a time until it has none or the event's share is
+used, and each batch gets its decode ranks (Algorithm 3 or the potential). The earliest time at
+which anything could change by itself becomes :class:`WakeAt`. A request that no decode rank can
+admit is not dispatched: its prefill would hold a bootstrap slot and compute nothing. It waits for
+room, and a rank is reserved for the oldest such request before smaller ones starve it
+(``decode.admission``). While a role has no instance all requests wait, for a bounded time
+(``outage``).
 
 There are two additions. A request may also enter as *dispatched* (:class:`RequestAdopted`), placed
-by another scheduler. It counts as in flight until the next report of its ranks, which includes it,
-so it is assumed to echo its id. And an instance that goes down keeps its requests until their
+by another scheduler. It counts as in flight until the next report of its ranks, which includes it
+and is assumed to echo its id. An instance that goes down keeps its requests until their
 RequestEnded, because only the relay knows whether they survive. An unknown rid is ignored
 everywhere, so a late or repeated event is harmless."""
 
@@ -64,19 +67,19 @@ from sglang_sbs.scheduling.timers import Replan, Timers
 
 _OVERLOAD = ("queue_full", "flow_control")
 _MOST_UNPLACED = 64
-"""Planning continues without requests that found no decode rank, up to this number."""
+"""Limit on requests that one planning leaves out because no decode rank took them; then it ends."""
 _MOST_BATCHES = 8
-"""Largest number of batches planned per event; the next event is then due. In a burst of thousands
-the first requests leave while others are planned, and reports are still handled."""
+"""Limit on batches planned per event; the rest follows at an immediate wake-up. In a burst of
+thousands of requests the first ones leave early, and reports are handled in between."""
 _MOST_ADOPTED = 64
 
 
 class Scheduler:
-    """See the module's theory of operation."""
+    """Decides when and where each request goes: events in, commands out (:meth:`handle`)."""
 
     def __init__(self, config: SchedulerConfig | None = None, *, remembers: int = 0) -> None:
-        """Create a scheduler; ``remembers`` is the number of departed requests that :meth:`why` can
-        explain."""
+        """Create a scheduler; ``remembers`` is the number of dispatched and refused requests that
+        :meth:`why` can still explain."""
         self.config = config or SchedulerConfig()
         self.interval = IntervalController(
             t_default_s=self.config.t_default_s,
@@ -94,18 +97,19 @@ class Scheduler:
         self.queue = RequestQueue(self.policy.key_of, self.prefix.prefill, turns)
         self._requests: dict[str, Request] = {}
         self._adopted: dict[tuple[ev.InstanceId, int], list[str]] = {}
-        """Requests adopted since a rank's last report, which therefore does not count them."""
+        """Ids of requests adopted since a rank's last report, which does not count them yet, by
+        (instance, rank)."""
         self._agenda = Agenda()
         self._outage = Outage(self.config.outage_hold_s)
         self._arrivals = 0
         self._lengths = LengthCorrection()
         self._timers = Timers()
         self._silent_s = math.inf
-        """No decode rank becomes silent before this time."""
+        """No decode rank counts as silent before this time."""
         self._fresh: Request | None = None
-        """The request that has just arrived."""
+        """The request that arrived with the current event; None: none."""
         self._abandoned_s = -math.inf
-        """Time of the last planning because of an abandoned request."""
+        """Time of the last planning that an abandoned request caused."""
         self._admission = DecodeAdmission(ExpectedOutput(self.config.default_output_tokens))
         self.gangs = Gangs(
             members=self._members,
@@ -119,8 +123,8 @@ class Scheduler:
         )
 
     def handle(self, event: ev.Event, now_s: float) -> list[ev.Command]:
-        """Handle one event and return the commands in order. ``now_s`` is the driver's and must not
-        decrease. The last :class:`WakeAt` stays in force until another replaces it."""
+        """Handle one event and return the commands in order. ``now_s``: the driver's time, which
+        must not decrease. The last :class:`WakeAt` stays in force until another replaces it."""
         out: list[ev.Command] = []
         event = self.lone.inside(event)
         self.prefix.advance(now_s)
@@ -163,8 +167,8 @@ class Scheduler:
         return snapshot_of(self, now_s)
 
     def why(self, rid: str, now_s: float) -> Why | None:
-        """Explain why a request left when and where it did, or what it waits for. None: unknown or
-        forgotten."""
+        """Explain why a request was sent when and where it was, or why it waits. None: it is
+        unknown or forgotten."""
         waiting = self._requests.get(rid)
         if waiting is not None and waiting.prefill is None:
             return why_waiting(waiting, self.gangs.count - waiting.first_batch, now_s)
@@ -172,8 +176,7 @@ class Scheduler:
 
     @property
     def throttled(self) -> bool:
-        """Flow control: a request has waited for more than N_limit cycles, so new ones are
-        refused."""
+        """Whether flow control refuses new requests: one has waited more than N_limit cycles."""
         return self.queue.over_limit
 
     @property
@@ -182,11 +185,11 @@ class Scheduler:
         return len(self._requests) - len(self.queue)
 
     def is_up(self, instance: ev.InstanceId) -> bool:
-        """Return whether new requests may go there."""
+        """Return whether new requests may go to the instance."""
         return instance not in self._members.down_s
 
     def is_drained(self, instance: ev.InstanceId) -> bool:
-        """Return whether it works but takes no new requests."""
+        """Return whether the instance works but takes no new requests."""
         return instance in self._members.drained
 
     # Requests -----------------------------------------------------------------------------
@@ -262,9 +265,9 @@ class Scheduler:
         return Replan.NOW
 
     def _makes_room(self, instance: ev.InstanceId) -> bool:
-        """Return whether a waiting request could leave because of a change of this instance. A
-        change of a decode instance counts only if it makes room for a request that found none. In a
-        large cluster most events are decode reports, so planning is skipped after the others."""
+        """Return whether a change of this instance may let a waiting request leave. For a decode
+        instance: whether it may have room for a request that found none. In a large cluster most
+        events are decode reports, so planning is skipped after the others."""
         decode = self.decode.get(instance)
         return decode is None or self._admission.may_admit_now(decode)
 
@@ -290,7 +293,7 @@ class Scheduler:
         self._count_in(request, now_s)
 
     def _count_in(self, request: Request, now_s: float, only: ev.InstanceId | None = None) -> None:
-        """Count an adopted request at its instances (or only at ``only``)."""
+        """Count an adopted request as dispatched to its instances, or with ``only`` to that one."""
         rid, tokens, total = request.rid, request.prompt_tokens, request.total_tokens
         name, rank = request.prefill or ("", 0)
         prefill = self.prefill.get(name) if only in (None, name) else None
@@ -304,7 +307,7 @@ class Scheduler:
             self._await_report((name, rank), rid)
 
     def _await_report(self, rank: tuple[ev.InstanceId, int], rid: str) -> None:
-        """Remember an adopted request that the next report of the rank will include."""
+        """Remember an adopted request until the next report of the (instance, rank) includes it."""
         rids = self._adopted.setdefault(rank, [])
         rids.append(rid)
         if len(rids) > _MOST_ADOPTED + 2 * len(self._requests):
@@ -361,7 +364,7 @@ class Scheduler:
         return Replan.NOW if self._makes_room(event.instance) else Replan.NO
 
     def _is_elsewhere(self, rid: str, place: tuple[ev.InstanceId, int]) -> bool:
-        """Return whether an adopted request was found on another rank since."""
+        """Return whether an adopted request was found elsewhere than at this (instance, rank)."""
         request = self._requests.get(rid)
         return request is not None and place not in (request.prefill, request.decode)
 
@@ -387,8 +390,8 @@ class Scheduler:
                 instance.watchdog.on_cluster(interval.mean_forward_s)
 
     def _on_switched(self, event: ev.PolicySwitched) -> None:
-        """Switch the rule. The new policy places waiting requests in the following planning; an
-        immediate policy places some at each planning until none wait."""
+        """Switch the policy. The new one places waiting requests in the next planning; an immediate
+        policy places some at each planning until none wait."""
         if event.policy == self.config.policy:
             return
         config = msgspec.structs.replace(self.config, policy=event.policy)
@@ -422,7 +425,8 @@ class Scheduler:
         self._timers.plan_at(wake_s, out)
 
     def _plan(self, again: set[PrefillInstance], now_s: float, out: list[ev.Command]) -> float:
-        """Dispatch what can leave, and add its instances to ``again``; return the next time."""
+        """Dispatch what can leave now. Adds the instances used to ``again``; returns the time of
+        the next planning without another event (infinity: none)."""
         instances, wake_s = self._members.up_prefill, math.inf
         unplaced: set[str] = set()
         holds, admits = self.policy.holds, self._admission.admits
@@ -465,12 +469,12 @@ class Scheduler:
                 self._give_up(request, missing, now_s, out)
 
     def _fall_silent(self, now_s: float) -> None:
-        """Discard old reports of silent decode ranks."""
+        """Discard old reports of silent decode ranks, and set when the next rank becomes silent."""
         times_s = [decode.advance(now_s) for decode in self.decode.values()]
         self._silent_s = min(times_s, default=math.inf)
 
     def _give_up(self, request: Request, why: Refusal, now_s: float, out: list[ev.Command]) -> None:
-        """Refuse a request that has waited."""
+        """Refuse a waiting request: remove it, record the reason and add the command to ``out``."""
         self.queue.remove(request.rid)
         del self._requests[request.rid]
         self.gangs.decisions.record_refused(request, self.gangs.count - request.first_batch, now_s)

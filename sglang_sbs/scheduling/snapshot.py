@@ -19,14 +19,15 @@ if TYPE_CHECKING:
 
 
 class PrefillRankState(msgspec.Struct, frozen=True):
-    """State of one prefill DP rank; tokens."""
+    """State of one prefill DP rank, in tokens: C_avail, U_flight (``flight_tokens``) and R_queued
+    (``queued_tokens``) of Algorithm 2."""
 
     c_avail: int
     flight_tokens: int
     queued_tokens: int
     outstanding_requests: int
     age_s: float | None
-    """Seconds since its last EndForward message; None if there was none."""
+    """Seconds since the rank's last EndForward message; None: there was none."""
 
 
 class PrefillState(msgspec.Struct, frozen=True):
@@ -42,26 +43,27 @@ class PrefillState(msgspec.Struct, frozen=True):
     passes: int
     ranks: list[PrefillRankState]
     chunk_tokens: int = 0
-    """C_chunk per rank."""
+    """C_chunk per DP rank."""
     barrier: bool = True
-    """False: each rank runs its own passes, so ``passes`` counts those of all ranks."""
+    """All DP ranks run each pass together. False: each its own, and ``passes`` counts them all."""
     drained: bool = False
-    """It works but takes no new requests."""
+    """The instance works but takes no new requests."""
     stalled: bool = False
-    """It has work that no pass takes, so nothing more is sent there."""
+    """The instance has requests that no pass takes, so no more are sent there."""
     full_pass_s: float = 0.0
-    """Predicted time of a pass with full chunks."""
+    """Predicted time of a pass with full chunks on all ranks."""
 
 
 class DecodeRankState(msgspec.Struct, frozen=True):
-    """State of one decode DP rank: ⟨B_i, K_i⟩ with own dispatches included."""
+    """State of one decode DP rank: ⟨B_i, K_i⟩ (``running``, ``kv_tokens``) with this router's
+    dispatches included."""
 
     running: int
     kv_tokens: int
     flight_requests: int
     age_s: float | None
     source: str = "none"
-    """Where both are known from (:mod:`.load_source`)."""
+    """Source of ``running`` and ``kv_tokens`` (:mod:`.load_source`)."""
 
 
 class DecodeState(msgspec.Struct, frozen=True):
@@ -69,15 +71,15 @@ class DecodeState(msgspec.Struct, frozen=True):
     up: bool
     ranks: list[DecodeRankState]
     kv_capacity_tokens: int = 0
-    """KV tokens per rank; 0: unknown."""
+    """Limit on KV tokens per DP rank; 0: unknown."""
     drained: bool = False
-    """It works but takes no new requests."""
+    """The instance works but takes no new requests."""
     max_running: int = 0
-    """Request limit per rank; 0: unknown."""
+    """Limit on running requests per DP rank; 0: unknown."""
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """The scheduler's state."""
+    """The scheduler's state at one moment (:func:`snapshot_of`)."""
 
     policy: str
     trigger: str
@@ -89,7 +91,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     interval_s: float
     mean_forward_s: float
     latency_s: float
-    """L_net."""
+    """L_net: the dispatch latency."""
     lead_s: float | None
     throttled: bool
     batches: int
@@ -98,9 +100,10 @@ class Snapshot(msgspec.Struct, frozen=True):
     prefix_blocks: int = 0
     """Number of entries in the prefix index."""
     queue_classes: dict[str, int] = {}
-    """Waiting requests by class of priority."""
+    """Number of waiting requests by class of priority (``low``, ``normal``, ``high``)."""
     holding: bool = True
-    """False while requests leave at once because batches do not arrive whole (``hold_guard``)."""
+    """Whether requests are held. False for immediate policies, and while batches do not arrive
+    whole (``hold_guard``)."""
     queue_tenants: int = 0
     """Number of tenants with waiting requests; 0 if no request names one."""
 
@@ -138,7 +141,7 @@ def snapshot_of(scheduler: Scheduler, now_s: float) -> Snapshot:
 
 def _prefill_state(instances: Worker, scheduler: Scheduler, now_s: float) -> PrefillState:
     """Return the state of one instance. Without a barrier it combines all ranks of the worker:
-    means of learned values, sums of counts, and the earliest of times."""
+    means of learned values, sums of counts, and earliest times."""
     latency_s = scheduler.interval.latency_s
     return PrefillState(
         instance=instances[0].worker,

@@ -52,8 +52,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return 0; 1 if the router cannot be reached or refuses; 2 for bad flags; 130 if interrupted,
-    which leaves the trial running."""
+    """Run the command. Return 0; 1 if the router cannot be reached or refuses; 130 if interrupted,
+    which leaves the trial running. Bad flags exit with 2."""
     made = parser()
     args = ask_router.parse(made, argv)
     if args.baseline is not None and args.stop:
@@ -92,7 +92,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _ask(args: argparse.Namespace, asked: dict[str, str] | None) -> TrialReport | _None:
-    """Raises: NoAnswerError."""
+    """Begin a trial with the fields ``asked``, or else end it (``--stop``) or show it; return the
+    router's answer. Raises: NoAnswerError, there is no valid answer."""
     body = None if asked is None else msgspec.json.encode(asked)
     method = "POST" if asked is not None else "DELETE" if args.stop else "GET"
     answer = ask_router.ask(args, "/trial", body, absent=_ABSENT, method=method)

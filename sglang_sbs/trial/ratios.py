@@ -16,14 +16,14 @@ NO_LOSS = 1.02
 LOW_LOAD = 0.3
 FULL_LOAD = 1.0
 _T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-"""Student's t by degrees of freedom, from one on."""
+"""0.975 quantiles of Student's t, by degrees of freedom from one on."""
 
 Part = tuple[float, int]
-"""Sum in seconds and number of some requests, e.g. of one minute or one part of a run."""
+"""Sum of TTFTs in seconds, and number of requests, of one part of a run (e.g. one minute)."""
 
 
 class Ratio(NamedTuple):
-    """Mean of one side divided by that of the other, with the bounds of its 95 % interval."""
+    """Mean TTFT of one side divided by the other's, with the bounds of its 95 % interval."""
 
     ratio: float
     low: float
@@ -37,14 +37,15 @@ class Ratio(NamedTuple):
 
 
 def student_975(degrees: int) -> float:
-    """The 0.975 quantile of Student's t (Abramowitz and Stegun 26.7.5 for many degrees)."""
+    """Return the 0.975 quantile of Student's t (Abramowitz and Stegun 26.7.5 for many degrees)."""
     if degrees <= len(_T_975):
         return _T_975[degrees - 1]
     return 1.960 + 2.372 / degrees + 2.823 / degrees**2 + 2.556 / degrees**3
 
 
 def ratio_of_means(ours: Sequence[Part], theirs: Sequence[Part]) -> Ratio:
-    """The ratio of two means over the same parts, by the batch means of a ratio estimator.
+    """Return the ratio of two means over the same parts of a run, and its interval from batch means
+    of a ratio estimator.
 
     Requests of one part share passes and queues, so parts are the independent units and not
     requests. With one part the bounds are 0 and infinity. Each side needs a request, and ``theirs``
@@ -63,7 +64,7 @@ def ratio_of_means(ours: Sequence[Part], theirs: Sequence[Part]) -> Ratio:
 
 
 def joined(words: Iterable[str]) -> str:
-    """``a``, ``a and b``, ``a, b and c``."""
+    """Return ``a``, ``a and b`` or ``a, b and c``; ``words`` must not be empty."""
     *first, last = words
     return f"{', '.join(first)} and {last}" if first else last
 
@@ -73,11 +74,11 @@ class Circumstances:
     policy: str
     holding: bool
     load: float
-    """Load as a share of the throughput with full chunks."""
+    """Load as a share of what full chunks on every DP rank would compute."""
     ranks: int
-    """DP ranks of the widest barrier."""
+    """Number of DP ranks that share the widest barrier."""
     overtaxed: bool = False
-    """There are too many requests for an estimate."""
+    """True if there are too many requests for an estimate."""
 
 
 def why_no_gain(about: Circumstances) -> str:

@@ -17,7 +17,7 @@ better than it is in short slots."""
 
 
 class ArmReport(msgspec.Struct, kw_only=True):
-    """Figures of one of the two policies, in seconds; null: unknown."""
+    """Figures of one of a trial's two policies; null: unknown."""
 
     policy: str
     slots: int
@@ -31,7 +31,7 @@ class ArmReport(msgspec.Struct, kw_only=True):
 
 
 class TrialReport(msgspec.Struct, kw_only=True):
-    """A running trial, or the last one."""
+    """State and result of the running trial, or of the last one."""
 
     running: bool
     text: str
@@ -39,7 +39,7 @@ class TrialReport(msgspec.Struct, kw_only=True):
     policy: str
     baseline: str
     now: str | None
-    """The side that has the present slot: ``policy`` or ``baseline``."""
+    """Side that has the present slot: ``policy`` or ``baseline``; null after the last slot."""
     slot: int
     slots: int
     slot_s: float
@@ -47,7 +47,8 @@ class TrialReport(msgspec.Struct, kw_only=True):
     passes_per_slot: int | None
     warning: str
     ratio: float | None
-    """Mean TTFT of the policy divided by that of the baseline, adjusted for tokens."""
+    """Mean TTFT of the policy divided by that of the baseline, adjusted for the tokens that
+    arrived; null: no verdict yet."""
     low: float | None
     high: float | None
     confidence: float
@@ -56,18 +57,19 @@ class TrialReport(msgspec.Struct, kw_only=True):
     arms: dict[str, ArmReport]
     """Figures by ``policy`` and ``baseline``."""
     ratio_by_third: list[float | None]
-    """Ratio by the third of a slot in which requests arrived, not adjusted. The first third is not
-    counted in the verdict."""
+    """Ratio of mean TTFTs, not adjusted, for requests that arrived in each third of a slot. The
+    first third does not count in the verdict."""
     seed: int
     cause: Cause | None
     ended: str
     began_at: float
-    """Unix time of the start; the next field is the Unix time of the end."""
+    """Unix time of the start in seconds; ``ended_at`` is that of the end."""
     ended_at: float | None = None
 
 
 def report_of(trial: Trial, now_s: float, pass_s: float, began_at: float) -> TrialReport:
-    """``pass_s``: mean time of a pass, 0 if it is not known."""
+    """Return the report of a trial. ``pass_s``: mean time of a pass, 0 if it is not known;
+    ``began_at``: Unix time of the start."""
     spec, slot, verdict, ended = trial.spec, trial.current, trial.verdict, trial.ended
     passes = round(spec.slot_s / pass_s) if pass_s > 0 else None
     return TrialReport(
@@ -129,7 +131,7 @@ def _warning(passes: int | None) -> str:
 
 
 def interval_in_words(verdict: TrialRatio) -> str:
-    """Format as ``0.78x (0.71 to 0.86)``; only the ratio while the interval is infinite."""
+    """Format as ``0.78x (0.71 to 0.86)``, or ``0.78x (no interval yet)`` while it is infinite."""
     words = Ratio(verdict.ratio, verdict.low, verdict.high).words()
     return words if math.isfinite(verdict.high) else f"{words} (no interval yet)"
 

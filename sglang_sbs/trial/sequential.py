@@ -41,6 +41,7 @@ def half_width(values: Sequence[float], alpha: float, least_sd: float = 0.0) -> 
 def interval(
     values: Sequence[float], alpha: float, least_sd: float = 0.0
 ) -> tuple[float, float, float]:
-    """Mean of ``values`` (at least one) and the bounds of its interval."""
+    """Return the mean of ``values`` (at least one), and the lower and upper bound of its interval
+    (see :func:`half_width`)."""
     mean, half = fmean(values), half_width(values, alpha, least_sd)
     return mean, mean - half, mean + half

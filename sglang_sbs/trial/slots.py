@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 BLOCKS = 8
 LEAST_REQUESTS = 10
-"""A slot with fewer counted requests does not form a pair."""
+"""A slot needs this many counted requests with an answer; otherwise its pair is not compared."""
 _LEAST_IN_BLOCK = 3
 _PER_E = 50
 """Buckets of the TTFT histogram per factor of e, so that percentiles are exact to 1 %."""
@@ -33,11 +33,11 @@ class Block:
     tokens: int = 0
     answered: int = 0
     ttft_s: float = 0.0
-    """Sum of TTFTs."""
+    """Sum of the TTFTs of the answered requests."""
 
 
 def covariates(requests: int, tokens: int) -> tuple[float, float]:
-    """Logarithms of the tokens and of the mean prompt length."""
+    """Return the adjustment's variables: logarithms of the tokens and of the mean prompt length."""
     tokens = max(1, tokens)
     return math.log(tokens), math.log(tokens / requests)
 
@@ -51,22 +51,22 @@ class Slot:
     begin_s: float
     length_s: float
     arrived: int = 0
-    """Requests in the whole slot. The next three fields are of the whole slot as well."""
+    """Number of requests in the whole slot. The next three fields count the whole slot as well."""
     refused: int = 0
     exceeded: int = 0
-    """Requests whose first token took longer than the limit."""
+    """Number of requests whose TTFT was longer than the trial's limit (``p99_s``)."""
     unanswered: int = 0
-    """Requests that failed or were cancelled before the first token."""
+    """Number of requests that failed or were cancelled before the first token."""
     open: int = 0
     """Number of counted requests still waiting for their first token."""
     blocks: list[Block] = field(default_factory=lambda: [Block() for _ in range(BLOCKS)])
 
     def place_of(self, at_s: float) -> float:
-        """Position of a time within the slot: 0 is the start, 1 the end."""
+        """Return the position of a time within the slot: 0 is the start, 1 the end."""
         return (at_s - self.begin_s) / self.length_s
 
     def block_of(self, place: float) -> Block | None:
-        """Return the block for arrivals at that position; None: they do not count."""
+        """Return the block of arrivals at ``place``; None: they do not count."""
         if not 1 / 3 <= place < 1:
             return None
         return self.blocks[min(BLOCKS - 1, int((place - 1 / 3) * 1.5 * BLOCKS))]
@@ -87,7 +87,8 @@ class Slot:
 
 @dataclass(slots=True)
 class Adjustment:
-    """Regression within slots, as normal equations with two coefficients."""
+    """Regression of log mean TTFT on the two :func:`covariates` within slots, kept as the sums of
+    its normal equations."""
 
     xx: list[float] = field(default_factory=lambda: [0.0] * 3)
     xy: list[float] = field(default_factory=lambda: [0.0] * 2)
@@ -110,8 +111,8 @@ class Adjustment:
 
     @property
     def coefficients(self) -> tuple[float, float]:
-        """Coefficients of the two covariates; 0 if nothing varies (e.g. all prompts have the same
-        length)."""
+        """Coefficients of the two covariates; 0 for one that does not vary (e.g. all prompts have
+        the same length)."""
         a, b, c = self.xx
         p, q = self.xy
         determinant = a * c - b * b
@@ -125,7 +126,7 @@ class SlotPair:
     difference: float
     """Logarithm of the policy's mean TTFT divided by the baseline's."""
     covariates: tuple[float, float]
-    """Covariates of the policy's slot minus those of the baseline's."""
+    """Covariates (see :func:`covariates`) of the policy's slot minus those of the baseline's."""
 
     def adjusted(self, by: Sequence[float]) -> float:
         moved = sum(b * x for b, x in zip(by, self.covariates, strict=True))
@@ -133,7 +134,7 @@ class SlotPair:
 
 
 def pair_of(slot: Slot, other: Slot) -> SlotPair | None:
-    """Build a pair; None if too few requests were answered in one of the slots."""
+    """Compare a pair's slots, in any order; None if one has too few answered requests."""
     policy, baseline = (slot, other) if slot.arm == 0 else (other, slot)
     if min(policy.answered, baseline.answered) < LEAST_REQUESTS:
         return None
@@ -150,11 +151,12 @@ class Arm:
     requests: int = 0
     """Number of counted requests that were answered."""
     ttft_s: float = 0.0
-    """Sum of their TTFTs."""
+    """Sum of the TTFTs of ``requests``, in seconds."""
     refused: int = 0
     unanswered: int = 0
     thirds: list[list[float]] = field(default_factory=lambda: [[0, 0.0] for _ in range(3)])
-    """Answered requests and the sum of their TTFTs, by the third of the slot they arrived in."""
+    """Number of answered requests and sum of their TTFTs, by the third of a slot they arrived
+    in."""
     _buckets: Counter[int] = field(default_factory=Counter)
 
     def waited(self, ttft_s: float) -> None:

@@ -13,7 +13,7 @@ from sglang_sbs.scheduling.policy_registry import Policy, policy_names, spec_of
 
 SLOT_S = 180.0
 LEAST_SLOTS = 6
-"""Three pairs: with fewer pairs the interval is infinite."""
+"""Smallest number of slots of a trial: with fewer than three pairs the interval is infinite."""
 MOST_SLOTS = 1000
 MOST_SLOT_S = 86_400.0
 
@@ -28,24 +28,27 @@ class TrialSpec(msgspec.Struct, frozen=True):
     width: float = 0.1
     """The trial ends when the interval of the ratio is narrower than this."""
     p99_s: float | None = None
-    """The trial ends when the first token of more than 1 % of a slot's requests takes longer."""
+    """Limit on TTFT: the trial ends when over 1 % of a slot's requests exceed it. None: no
+    limit."""
     refused: float | None = None
-    """The trial ends when the scheduler refuses a larger share of a slot's requests."""
+    """Limit on the share of a slot's requests that are refused, which ends the trial. None: no
+    limit."""
     winner: bool = False
-    """Continue with the faster policy once the difference is certain, otherwise with the first
-    one."""
+    """True: continue with the faster policy once the difference is certain. False: return to the
+    first policy in any case."""
     seed: int | None = None
     """Seed for the order of slots; None: random."""
 
 
 def parse_text(text: str) -> TrialSpec:
-    """``BASELINE[,slot=180s][,slots=40]...``. Raises: ValueError."""
+    """Read settings written as ``BASELINE[,slot=180s][,slots=40]...``. Raises: ValueError, with the
+    key and an example of a valid value."""
     return read_object(fields_of(text))
 
 
 def fields_of(text: str) -> dict[str, str]:
-    """Split ``text`` into unchecked fields, as in the body of ``POST /trial``. Raises:
-    ValueError."""
+    """Split ``BASELINE[,KEY=VALUE]...`` into unchecked fields, as in the body of ``POST /trial``.
+    Raises: ValueError, an entry is not KEY=VALUE, or a key comes twice."""
     baseline, *others = text.split(",")
     fields = {"baseline": baseline}
     for other in others:
@@ -57,8 +60,8 @@ def fields_of(text: str) -> dict[str, str]:
 
 
 def read_object(body: Mapping[str, Any]) -> TrialSpec:
-    """Read a JSON object with the same keys; values may be numbers. Raises: ValueError, with the
-    key and an example of a valid value."""
+    """Read settings from fields, as in the body of ``POST /trial``; values may be numbers. Raises:
+    ValueError, with the key and an example of a valid value."""
     found: dict[str, Any] = {}
     for key, value in body.items():
         if key not in _FIELDS:
@@ -140,7 +143,7 @@ _FIELDS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "then": ("winner", _then),
     "seed": ("seed", _seed),
 }
-"""Field and parser by key."""
+"""Field of :class:`TrialSpec` and parser of its value, by key of the settings."""
 _KEYS = ", ".join(_FIELDS)
 _WANTED = {
     "slot": "a time from 1s to a day, as in slot=180s or slot=5m",

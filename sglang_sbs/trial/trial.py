@@ -46,12 +46,12 @@ from sglang_sbs.trial.spec import TrialSpec
 ALPHA = 0.05
 LEAST_PAIRS = 3
 LEAST_SD = 0.01
-"""Least standard deviation of the pairs' differences: the adjustment for tokens is not exact, so a
-smaller one is not credible."""
+"""Smallest standard deviation assumed for the pairs' differences: the adjustment for tokens is not
+exact, so a smaller one is not credible."""
 LIMIT_SHARE = 0.01
 """Share of a slot's requests that may exceed ``p99_s``."""
 LIMIT_LEAST = 5
-"""Fewer requests than this never break a limit."""
+"""Smallest number of requests in a slot that can break a limit (``p99_s`` or ``refused``)."""
 MOST_OPEN = 100_000
 ARMS = ("policy", "baseline")
 
@@ -73,7 +73,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class TrialRatio:
-    """Mean TTFT of the policy divided by that of the baseline."""
+    """Mean TTFT of the policy divided by that of the baseline, with the bounds of its interval."""
 
     ratio: float
     low: float
@@ -96,12 +96,12 @@ class _Request:
 
 
 class Trial:
-    """Call :meth:`begin` once, :meth:`observe` with every event, and :meth:`advance` at ``wake_s``
-    and at least once a second."""
+    """State of one trial. Call :meth:`begin` once, :meth:`observe` with every event, and
+    :meth:`advance` at ``wake_s`` and at least once a second."""
 
     def __init__(self, spec: TrialSpec, policy: Policy, seed: int) -> None:
-        """``policy`` is in force now and is compared with ``spec.baseline``. ``seed`` determines
-        the order of slots."""
+        """Create a trial that compares ``policy``, which is in force now, with ``spec.baseline``.
+        ``seed`` determines the order of slots."""
         self.spec = spec
         self.policies: tuple[Policy, Policy] = (policy, spec.baseline)
         self.seed = seed
@@ -110,13 +110,13 @@ class Trial:
         self.ended: Ended | None = None
         self.done = 0
         self.current: Slot | None = None
-        """None before the first slot and after the last one."""
+        """The present slot; None before the first slot and after the last one."""
         self._random = random.Random(f"trial {seed}")
         self._next: list[int] = []
-        """Arms of the slots already drawn, the next one last."""
+        """Arms (:attr:`Slot.arm`) of the slots drawn and not begun, the next one last."""
         self._unsettled: deque[Slot] = deque()
         self._first: Slot | None = None
-        """The settled slot of a pair whose other slot is not settled."""
+        """Settled slot of a pair whose other slot is not settled; None: no such pair."""
         self._requests: dict[str, _Request] = {}
         """Requests waiting for their first token, in order of arrival."""
         self._adjustment = Adjustment()
@@ -147,7 +147,7 @@ class Trial:
         return steps
 
     def stop(self, cause: Cause, text: str) -> list[Switch | Ended]:
-        """End the trial at once; returns nothing if it has already ended."""
+        """End the trial at once, and return the commands; none if it has already ended."""
         return [] if self.ended is not None else self._end(cause, text)
 
     # Slots ------------------------------------------------------------------------------------
@@ -175,7 +175,8 @@ class Trial:
         return slot.open == 0
 
     def _settle(self, slot: Slot) -> list[Switch | Ended]:
-        """Settle a slot; returns the end of the trial if it follows."""
+        """Settle a slot and, if its pair is then complete, compute the verdict. Return the commands
+        that end the trial, if it ends now."""
         self.arms[slot.arm].over(slot)
         self._adjustment.add(slot)
         if sum(block.requests for block in slot.blocks) >= LEAST_REQUESTS and not slot.answered:
@@ -223,7 +224,7 @@ class Trial:
     # Limits -----------------------------------------------------------------------------------
 
     def _broken(self, now_s: float) -> str:
-        """Return the limit that the present slot breaks; empty: none."""
+        """Return the limit that the present slot breaks, as a sentence; empty: none."""
         limit_s, slot = self.spec.p99_s, self.current
         if limit_s is not None:
             for request in self._requests.values():

@@ -22,43 +22,42 @@ _LEAST_PER_FOLD = 6
 LEAST_PASSES = _FOLDS * _LEAST_PER_FOLD
 """Smallest number of passes for which held-out errors are computed."""
 MOST_FITTED = 4000
-"""Limit on passes and requests used by a fit, drawn evenly: more would change no figure and take
-longer."""
+"""Limit on passes and requests used by a fit, drawn evenly: more take longer and change nothing."""
 _LARGEST_RESIDUAL = 1.0
-"""Largest logarithm of measured over predicted time of a pass that is not an outlier."""
+"""Limit on the logarithm of measured over predicted pass time, to which outliers are reduced."""
 _IDLE_S = 0.1
-"""A device idle for longer than this before a launch had no work."""
+"""A device that was idle for longer than this before a launch is assumed to have had no work."""
 _LATENCIES_S = [0.0005 * 1.07**i for i in range(120)]
 _SIGMAS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9, 1.2)
 _SINGLE_SHARES = (0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8, 1.0)
-"""Candidate shares of the sigma that vary per request within a batch."""
+"""Candidates for the share of the latency's sigma that is within a batch, between its requests."""
 _SHARPNESS = 0.9
-"""Relative precision of the latency measured by an idle engine's launch."""
+"""Lower bound of a latency measured at an idle engine, as a share of the measured value."""
 _FLOOR = 1e-4
 """Smallest likelihood of an observation, so that outliers do not outweigh everything else."""
 _NORMAL = [(z / 2, 0.5 * math.exp(-(z**2) / 8) / math.sqrt(2 * math.pi)) for z in range(-6, 7)]
-"""Points and weights of the standard normal."""
+"""Points and weights to integrate over the standard normal distribution."""
 
 
 class FitErrors(msgspec.Struct, frozen=True, kw_only=True):
-    """Errors of a fitted cost on the forward times it was fitted to, and on others."""
+    """Errors of a fitted pass cost on the forward times it was fitted to, and on others."""
 
     passes: int
     outliers: int
-    """Number of outliers, which had no weight because other effects made them long."""
+    """Number of passes without weight in the fit, because other effects made them long."""
     r2: float
-    """R² of the values that are not outliers."""
+    """R² of the passes that are not outliers."""
     standard_errors: dict[str, float | None]
-    """Standard error of each coefficient; ``None``: it is 0, because the passes show no such
-    term."""
+    """Standard error of each coefficient of the cost; ``None``: the coefficient is 0, because the
+    passes show no such term."""
     median_share: float
     """Median of |predicted - measured| / measured."""
     p95_share: float
     mean_share: float
     """Mean of (predicted - measured) / measured; positive if predictions are too long."""
     held_out_median_share: float | None
-    """``median_share`` for passes in a fifth predicted from a fit to the others; ``None``: too few
-    passes."""
+    """``median_share`` of passes that the fit has not seen (each fifth of the passes is predicted
+    by a fit to the others); ``None``: too few passes."""
     held_out_p95_share: float | None
 
 
@@ -67,31 +66,31 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
 
     cost: PassCost
     dispatch_latency_s: float
-    """Median time from the router to the launch of a pass that could take the request, minus
-    ``prepare_s``."""
+    """Median time from sending a request until a pass could take it, minus ``prepare_s``."""
     gang_jitter: float
-    """Lognormal sigma of that time from batch to batch."""
+    """Lognormal sigma of the dispatch latency from batch to batch."""
     dispatch_jitter: float
-    """Lognormal sigma from request to request within a batch."""
+    """Lognormal sigma of the dispatch latency from request to request within a batch."""
     launch_gap_s: float
-    """Mean pause between a pass and the next one if that was not queued behind it."""
+    """Mean pause of the device before a pass that was not queued behind the previous one."""
     prepare_s: float
     """Median time an engine takes to form and launch a batch."""
     first_token_s: float
     """Mean time from the end of prefill to decode's first byte at the router."""
     feedback_latency_s: float
-    """Mean delay of EndForward messages."""
+    """Mean delay of EndForward messages at the scheduler, compared with the fastest."""
     decode_s: float
-    """Mean time between first byte and end."""
+    """Mean time from a response's first byte to its end."""
     pass_jitter: float = 0.0
-    """Lognormal sigma of forward times around the cost."""
+    """Lognormal sigma of measured forward times around those of ``cost``."""
 
 
 # The cost of a pass ---------------------------------------------------------------------------
 
 
 def fit_cost(passes: Iterable[RecordedPass]) -> tuple[PassCost, FitErrors]:
-    """Fit a pass cost with robust least squares and coefficients >= 0 (:mod:`.regression`).
+    """Fit a pass cost with robust least squares and coefficients >= 0 (:mod:`.regression`), and
+    return it with its errors.
 
     Which rank is the slowest depends on the coefficients, so the fit is repeated with the ranks
     named by the previous one. A term is dropped if it is within two standard errors of 0, or makes
@@ -122,7 +121,7 @@ def fit_cost(passes: Iterable[RecordedPass]) -> tuple[PassCost, FitErrors]:
 
 
 def usable_passes(passes: Iterable[RecordedPass]) -> list[RecordedPass]:
-    """Return the passes that a cost can be fitted to."""
+    """Return the passes that a cost can be fitted to: ended, with tokens and a forward time."""
     return [
         a_pass
         for a_pass in passes
@@ -158,8 +157,8 @@ def _relative_error(cost: PassCost, a_pass: RecordedPass) -> float:
 
 
 def _held_out_shares(passes: Sequence[RecordedPass]) -> list[float]:
-    """Return sorted |relative errors| of passes that a fit has not seen; empty if there are too
-    few."""
+    """Return the sorted |relative errors| of predictions for passes that the fit has not seen;
+    empty if there are too few passes."""
     if len(passes) < LEAST_PASSES:
         return []
     shares = []
@@ -188,7 +187,8 @@ def _fit(passes: Sequence[RecordedPass]) -> Fit:
 
 
 def _weakest(fit: Fit, rows: list[list[float]], pass_s: float) -> int | None:
-    """Return the term to drop, if any; never the fixed one, nor the last."""
+    """Return the index of the least significant term to drop (see :func:`fit_cost`), if any; never
+    the fixed term or the only other one."""
     found: list[tuple[float, int]] = []
     active = [i for i, value in enumerate(fit.coefficients) if value > 0 and i > 0]
     for i in active:
@@ -224,7 +224,8 @@ def _cost_of(fit: Fit) -> PassCost:
 
 
 def calibrate(recordings: Sequence[Recording], cost: PassCost | None = None) -> Calibration:
-    """Fit all parameters to recorded runs; ``cost`` replaces fitting one.
+    """Fit all parameters of a cluster to recorded runs; a given ``cost`` is used instead of fitting
+    one.
 
     Raises: CostError: the logs contain too little."""
     passes = [a_pass for recording in recordings for a_pass in recording.passes]
@@ -332,7 +333,8 @@ def fit_latency(requests: Iterable[RecordedRequest]) -> tuple[float, float, floa
 
 
 def _log_interval(request: RecordedRequest) -> tuple[float, float] | None:
-    """Return logarithms of the bounds of one request's latency; None if it gives none."""
+    """Return the logarithms of the lower and upper bound of a request's dispatch latency (in
+    seconds; -inf: no lower bound). None: the request does not bound it."""
     a_pass = request.first_pass
     if a_pass is None or request.prefill is None or not request.dispatched_s < a_pass.launch_s:
         return None

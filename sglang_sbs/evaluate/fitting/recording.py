@@ -33,13 +33,13 @@ class RecordedRequest:
     prompt_tokens: int
     max_new_tokens: int | None
     arrival: RequestArrived | None = None
-    """The event as the router logged it. Its length may be an estimate, which ``prompt_tokens``
-    replaces by the engine's count."""
+    """The event as the router logged it. Its prompt length may be an estimate; ``prompt_tokens`` is
+    the engine's count if known."""
     dispatched_s: float = math.nan
     prefill: tuple[str, int] | None = None
     decode: tuple[str, int] | None = None
     batch: int = -1
-    """Number of the batch it was dispatched with."""
+    """Number of the batch that the request was dispatched in; -1: not dispatched."""
     cached_tokens: int | None = None
     """Cached tokens reported by the engine; None if it did not report them."""
     first_token_s: float = math.nan
@@ -47,9 +47,9 @@ class RecordedRequest:
     ended_s: float = math.nan
     completion_tokens: int | None = None
     first_pass: RecordedPass | None = None
-    """The pass that computed its first tokens."""
+    """The pass that computed the request's first tokens."""
     last_pass: RecordedPass | None = None
-    """The pass that computed its last prompt token."""
+    """The pass that computed the last token of the prompt."""
 
     @property
     def ttft_s(self) -> float:
@@ -71,17 +71,18 @@ class RecordedPass:
     end_s: float = math.nan
     forward_s: float = math.nan
     pairs: list[float] = field(default_factory=list)
-    """Causal attention pairs per rank, as far as its requests are known."""
+    """Causal attention pairs (query and key token) per rank; estimated for unknown requests."""
     requests: list[int] = field(default_factory=list)
     """Number of requests per rank."""
     left_over: list[bool] = field(default_factory=list)
-    """Per rank: whether runnable requests did not fit."""
+    """Per rank: whether requests that could run did not fit into the pass."""
     previous: RecordedPass | None = None
     """The previous pass on the instance, if it is in the log."""
 
     @property
     def pause_s(self) -> float:
-        """Seconds from the end of the previous pass to this launch; infinite if there is none."""
+        """Seconds from the end of the previous pass to this launch; infinite if that is not
+        known."""
         if self.previous is None or not self.previous.complete:
             return math.inf
         return self.launch_s - self.previous.end_s
@@ -97,21 +98,21 @@ class Recording:
     policies: list[str] = field(default_factory=list)
     """Policies in force, in order of their first use."""
     observed: bool = False
-    """``sglang-sbs observe`` wrote the log: another router decided, and ``PrefillDone`` is the end
-    of the prompt."""
+    """True if ``sglang-sbs observe`` wrote the log: another router decided, and ``PrefillDone`` is
+    the end of the prompt."""
     prefill: list[InstanceUp] = field(default_factory=list)
     decode: list[InstanceUp] = field(default_factory=list)
     changes: list[tuple[float, str, bool]] = field(default_factory=list)
-    """(Router's time, prefill instance, up or down) for each instance added or removed."""
+    """(Router's time, prefill instance, whether it came up) for each instance added or removed."""
     requests: dict[str, RecordedRequest] = field(default_factory=dict)
     """Requests in order of arrival."""
     passes: list[RecordedPass] = field(default_factory=list)
     feedback_s: list[float] = field(default_factory=list)
-    """Age of each prefill report when the scheduler received it."""
+    """Delay in seconds of each prefill report at the scheduler, compared with the fastest."""
 
 
 class _Log:
-    """An event log that is read repeatedly without loading it into memory."""
+    """An event log that can be read several times and is never loaded into memory as a whole."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -184,7 +185,8 @@ class _Reader:
     def __init__(
         self, recording: Recording, offsets_s: dict[str, float], counted: dict[str, int]
     ) -> None:
-        """Create a builder; ``counted``: prompt tokens by rid, where the engine reported them."""
+        """Create a reader that fills ``recording``. ``offsets_s``: :func:`clock_offsets`;
+        ``counted``: prompt tokens by rid, where the engine reported them."""
         self._recording = recording
         self._offsets_s = offsets_s
         self._counted = counted
@@ -276,7 +278,8 @@ class _Reader:
             self._finished(a_pass, report.finished, queue)
 
     def _finished(self, a_pass: RecordedPass, rids: Iterable[str], queue: list[_Queued]) -> None:
-        """Correct the attribution by the ids that the engine itself reports as finished."""
+        """Record that the pass finished the requests ``rids``, as the engine reports. This
+        overrides what :func:`_attribute` assumed."""
         for rid in rids:
             request = self._recording.requests.get(rid)
             if request is not None:
@@ -308,9 +311,8 @@ def _stamp_s(report: EndForward) -> float:
 
 
 def clock_offsets(records: Iterable[LogRecord]) -> dict[str, float]:
-    """Return the router's clock minus the engine's, by instance. The fastest message is assumed to
-    have taken no time: the time at which the router handles a message includes its way and the wait
-    for the event loop."""
+    """Return the router's clock minus the engine's in seconds, by instance. The fastest message is
+    assumed to have taken no time; others also waited in the network or for the event loop."""
     offsets_s: dict[str, float] = {}
     for record in records:
         event = record.event

@@ -15,13 +15,14 @@ import msgspec
 
 _ROUNDS = 30
 _HUBER_ROUNDS = 10
-"""Rounds before outliers lose all weight, so that they do not determine the centre."""
+"""First rounds, with Huber's weights. Tukey's weights, which are 0 for outliers, come afterwards,
+because they need a good start."""
 _HUBER = 1.345
 _TUKEY = 4.685
-"""Cut-off in units of the scale: 95 % efficient on normal residuals."""
+"""Residual, in units of the scale, from which Tukey's weight is 0 (95 % efficient if normal)."""
 _MAD_TO_SIGMA = 1.4826
 _SCALE_FLOOR = 1e-6
-"""Smallest scale as a share of the median value, because exact data has none."""
+"""Smallest scale of the residuals as a share of the median value; exact data would have 0."""
 _SETTLED = 1e-7
 
 Rows = list[list[float]]
@@ -32,7 +33,7 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
 
     coefficients: list[float]
     standard_errors: list[float | None]
-    """``None``: the coefficient is 0, at its bound."""
+    """Standard error of each coefficient; ``None``: the coefficient is 0, at its bound."""
     weights: list[float]
     r2: float
     """R² of the values that are not outliers."""

@@ -101,7 +101,8 @@ def _unauthorized(text: str) -> web.Response:
 
 
 def _record(method: str, path: str, request_id: str, who: Principal | None, outcome: str) -> None:
-    """Log one line of JSON, so that clients cannot forge log lines."""
+    """Log an access to the control plane as one line of JSON, so that clients cannot forge log
+    lines."""
     record = {
         "principal": who.id if who else "unauthenticated",
         "name": who.name if who else None,

@@ -11,7 +11,8 @@ from sglang_sbs.router.client.intake import Bodies
 from sglang_sbs.router.requests.body_fields import bad_request
 
 MAX_BODY_BYTES = 1 << 20
-"""Limit for requests that change the cluster; adding a worker takes a few hundred bytes."""
+"""Limit on the JSON body of a request that changes the cluster; adding a worker takes a few hundred
+bytes."""
 
 
 def json_answer(
@@ -22,14 +23,14 @@ def json_answer(
 
 
 async def read_object(request: web.Request, bodies: Bodies) -> dict[str, Any]:
-    """Read a JSON object.
-    Raises: RouterError (400, 408, 413 or 503), invalid, late or too large."""
+    """Read a JSON object. Raises: RouterError: 400, it is invalid; 408, it is late; 413 or 503, it
+    is too large."""
     with bodies.share() as share:
         return json_object(await share.read(request, MAX_BODY_BYTES))
 
 
 def json_object(raw: bytes | bytearray) -> dict[str, Any]:
-    """Parse a JSON object. Raises: RouterError (400)."""
+    """Parse a JSON object. Raises: RouterError (400), it is invalid JSON or not an object."""
     try:
         value = orjson.loads(raw)
     except orjson.JSONDecodeError as error:

@@ -33,11 +33,11 @@ from sglang_sbs.router.workers.worker_view import describe_worker
 
 _ASK_TIMEOUT_S = 30.0
 _BODIES_BYTES = 64 << 20
-"""Limit on all bodies of these endpoints. It is separate from that for prompts, so that aborts
-always have room."""
+"""Limit on the request bodies of these endpoints together. It is separate from that for prompts, so
+that aborts always have room."""
 _MOST_TOKENS = 1 << 31
 _MAX_LABEL_CHARS = 4096
-"""Limit per worker, because labels go to every front end once a second."""
+"""Limit on all labels of a worker together, because they go to every front end once a second."""
 
 
 class Control:
@@ -92,7 +92,7 @@ class Control:
         return web.Response(text="OK")
 
     async def readiness(self, _request: web.Request) -> web.StreamResponse:
-        """Ready means that a healthy prefill and decode pair can take a request now."""
+        """Respond 200 if a healthy prefill and decode pair can take a request now, else 503."""
         if self._in_flight.draining or not self._registry.ready:
             reason = "draining" if self._in_flight.draining else "insufficient healthy workers"
             return json_answer({"status": "not ready", "reason": reason}, 503)
@@ -101,8 +101,8 @@ class Control:
         return json_answer({"status": "ready", "healthy_workers": healthy, "total_workers": total})
 
     async def health_generate(self, _request: web.Request) -> web.StreamResponse:
-        """Generate on one prefill and one decode instance. The endpoint needs no key, as in
-        sglang_router, so concurrent requests share one run."""
+        """Run ``/health_generate`` of one prefill and one decode instance. The endpoint needs no
+        key, as in sglang_router, so concurrent requests share one run."""
         if self._generating is None or self._generating.done():
             self._generating = asyncio.create_task(self._generate())
         bad = await asyncio.shield(self._generating)
@@ -111,8 +111,8 @@ class Control:
         return web.Response(text="OK")
 
     async def _generate(self) -> str:
-        """Return the problems of one pair, empty if there are none. Raises: RouterError, no pair is
-        usable."""
+        """Run ``/health_generate`` on the first usable prefill and decode instance. Return their
+        errors as text, empty without any. Raises: RouterError (503), no pair is usable."""
         pair = [self._first("prefill"), self._first("decode")]
         answers = await self._ask_all(pair, "GET", "/health_generate", every_rank=True)
         return "; ".join(
@@ -135,7 +135,8 @@ class Control:
         return json_answer(card)
 
     async def _model_cards(self) -> dict[str, dict[str, Any]]:
-        """Model cards by name, with the fields that SGLang returns."""
+        """Return the cards for ``/v1/models`` by model name, with the fields that SGLang
+        returns."""
         named = [(w, w.info) for w in self._registry if w.info and w.info.model_id]
         # Ask one engine per model for its context length; its longest prompt is a close substitute.
         asked = {info.model_id: worker for worker, info in named if worker.usable}
@@ -170,7 +171,8 @@ class Control:
         return json_answer(without_secrets(_engine_object(body)))
 
     async def server_info(self, _request: web.Request) -> web.StreamResponse:
-        """Return the first prefill's fields, every worker's response and the scheduler's state."""
+        """Return the first prefill instance's fields, every worker's response and the scheduler's
+        state."""
         workers = [worker for worker in self._registry if worker.usable]
         answers = await self._ask_all(workers, "GET", "/server_info")
         infos: dict[str, list[dict[str, Any]]] = {"prefill": [], "decode": []}
@@ -268,7 +270,8 @@ class Control:
         return _accepted(worker, "removal", more | {"message": message})
 
     async def drain_worker(self, request: web.Request) -> web.StreamResponse:
-        """Respond as ``GET /workers/{id}``; ``load`` counts requests still running there."""
+        """Stop sending new requests to a worker. Respond as ``GET /workers/{id}``, whose ``load``
+        counts requests still running there."""
         await self._scheduler.drain_worker(self._worker(request), True)
         return await self.get_worker(request)
 
@@ -277,7 +280,8 @@ class Control:
         return await self.get_worker(request)
 
     def _worker(self, request: web.Request) -> Worker:
-        """Find the worker named by id or URL in the path, or by ``?url=``. Raises: WorkerError."""
+        """Find the worker named by id or URL in the path, or by ``?url=``. Raises: WorkerError, 400
+        for an invalid name, 404 for an unknown worker."""
         name = request.match_info.get("worker_id", request.query.get("url", ""))
         if "worker_id" not in request.match_info and "://" not in name:
             raise WorkerError(
@@ -359,7 +363,8 @@ class Control:
         return await asyncio.to_thread(lambda: b"".join(merge_pages(pages)))
 
     async def abort_request(self, request: web.Request) -> web.StreamResponse:
-        """Abort requests by the client's request id (prefix match, as on an engine), or all."""
+        """Abort requests by the client's request id (prefix match, as on an engine), or all.
+        Respond with their number."""
         body = await read_object(request, self._bodies)
         rid = "" if body.get("abort_all") else body.get("rid")
         if not isinstance(rid, str) or not (rid or body.get("abort_all")):
@@ -376,8 +381,9 @@ class Control:
     async def _ask_all(
         self, workers: Iterable[Worker], method: str, path: str, *, every_rank: bool = False
     ) -> list[tuple[Worker, int, bytes]]:
-        """Ask several workers at once; status 0 and a reason for those that cannot be reached.
-        ``every_rank`` returns a response per DP rank where each rank serves HTTP itself."""
+        """Ask several workers at once. Returns worker, status and body of each response; status 0
+        and the reason if there was none. ``every_rank``: one response per DP rank where each rank
+        serves HTTP itself."""
         session, key = self._session, self._options.worker_key
 
         async def of(worker: Worker, url: str) -> tuple[Worker, int, bytes]:
@@ -410,12 +416,12 @@ class WorkerError(RouterError):
 
 
 def _beginning(raw: bytes) -> str:
-    """Return the beginning of an engine's response, for an error message."""
+    """Return the first 200 bytes of an engine's response, without secrets, for an error message."""
     return text_without_secrets(raw[:200].decode("utf-8", "replace"))
 
 
 def _engine_object(raw: bytes) -> dict[str, Any]:
-    """Parse an engine's JSON object; empty if the response is something else."""
+    """Parse an engine's JSON object; return an empty one if the response is something else."""
     try:
         value = orjson.loads(raw)
     except orjson.JSONDecodeError:

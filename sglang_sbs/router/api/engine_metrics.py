@@ -15,7 +15,7 @@ from io import BytesIO, TextIOWrapper
 
 _MOST_LINE_CHARS = 64 << 10
 _MOST_FAMILIES = 10_000
-"""Limit per page: a family takes a hundred times the memory of a short line."""
+"""Limit on metric families per page: each takes a hundred times the memory of a short line."""
 _SAMPLE = re.compile(
     r"([a-zA-Z_:][a-zA-Z0-9_:]*)"
     r'(?:\{((?:[^"{}]++|"(?:[^"\\]++|\\.)*+")*+)\})?'
@@ -33,7 +33,7 @@ class _Unreadable(ValueError):
 @dataclass(slots=True)
 class _Family:
     declared: dict[str, str] = field(default_factory=dict)
-    """Rest of the HELP line and of the TYPE line."""
+    """Text of the HELP line and of the TYPE line after the name, by keyword."""
     samples: bytearray = field(default_factory=bytearray)
 
 
@@ -57,7 +57,8 @@ def merge_pages(pages: Iterable[tuple[str, bytes]]) -> list[bytes | bytearray]:
 
 
 def _families_on(page: bytes, label: str) -> dict[str, _Family]:
-    """Families of a page by their new names, with ``label`` on each sample. Raises: _Unreadable."""
+    """Return the families of a page by name, with colons replaced and ``label`` added to each
+    sample. Raises: _Unreadable, the page has another format."""
     families: defaultdict[str, _Family] = defaultdict(_Family)
     current, names_of_current = _Family(), frozenset[str]()
     lines = TextIOWrapper(BytesIO(page), "utf-8", "replace", newline="\n")

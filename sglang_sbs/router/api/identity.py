@@ -28,14 +28,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ALGORITHMS = frozenset({"RS256", "RS384", "RS512", "ES256", "ES384"})
-"""Public-key algorithms only: with a symmetric one, a verifier could also forge tokens."""
+"""Accepted algorithms of signatures. All use public keys: with a symmetric key, a verifier could
+also forge tokens."""
 LEEWAY_S = 30.0
 """Tolerated clock skew between the provider and this machine."""
 KEYS_LIVE_S = 3600.0
 KEYS_KEPT_S = 2 * KEYS_LIVE_S
-"""Age up to which known keys are used while the provider is unreachable."""
+"""Age up to which signing keys are used while the provider is unreachable."""
 ASK_AGAIN_S = 10.0
-"""Shortest time between two fetches for an unknown key or after a failure."""
+"""Shortest time between two fetches of the signing keys because of an unknown key or a failure."""
 _FETCH_S = 10.0
 _LARGEST_BYTES = 1 << 20
 _OTHER_ROLE_CLAIMS = ("role", "groups", "group")
@@ -51,7 +52,8 @@ class ProviderError(RuntimeError):
 
 
 class SigningKeys:
-    """The provider's public keys by name. They are fetched when needed, one request at a time."""
+    """The provider's public keys by name. All are fetched when one is needed, in one request at a
+    time."""
 
     def __init__(self, config: JwtConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._config = config
@@ -61,7 +63,8 @@ class SigningKeys:
         self._lock = asyncio.Lock()
 
     async def get(self, name: str) -> PyJWK:
-        """Return the key of that name. Raises: TokenError, unknown key; ProviderError."""
+        """Return the key of that name. Raises: TokenError, the provider has no such key;
+        ProviderError, no keys are known and it cannot be asked."""
         if not self._fresh or name not in self._keys:
             async with self._lock:
                 if not self._fresh or name not in self._keys:
@@ -91,7 +94,8 @@ class SigningKeys:
             raise ProviderError("the identity provider cannot be asked for its signing keys")
 
     async def _fetch(self) -> dict[str, PyJWK]:
-        """Fetch all signing keys. Raises: ClientError, OSError, TimeoutError, ValueError."""
+        """Fetch all usable signing keys, by name. Raises: ClientError, OSError or TimeoutError,
+        there was no response; ValueError, it is invalid."""
         from jwt import PyJWK, PyJWTError
 
         async with aiohttp.ClientSession(trust_env=True) as session:
@@ -114,7 +118,8 @@ class SigningKeys:
         return keys
 
     async def _discover(self, session: aiohttp.ClientSession) -> str:
-        """Find the URL of the signing keys (OpenID Connect Discovery 1.0, section 4)."""
+        """Find the URL of the signing keys (OpenID Connect Discovery 1.0, section 4). Raises: as
+        :meth:`_fetch`."""
         issuer = self._config.issuer.rstrip("/")
         document = await _get(session, f"{issuer}/.well-known/openid-configuration")
         if str(document.get("issuer", "")).rstrip("/") != issuer:
@@ -138,7 +143,8 @@ class TokenCheck:
         self.keys = keys or SigningKeys(config)
 
     async def principal(self, token: str) -> Principal:
-        """Verify a token and return its owner. Raises: TokenError, ProviderError."""
+        """Verify a token and return its owner. Raises: TokenError, it is invalid; ProviderError, it
+        cannot be checked now."""
         import jwt
 
         try:
@@ -169,7 +175,7 @@ class TokenCheck:
         return Principal(who, shown if isinstance(shown, str) else "", self._role(claims))
 
     def _role(self, claims: Mapping[str, Any]) -> Role:
-        """Return the highest role in the claims; ``user`` if none is known."""
+        """Return ``admin`` if any role in the claims stands for it, else ``user``."""
         present = ("roles",) if "roles" in claims else _OTHER_ROLE_CLAIMS
         names = [text for claim in present for text in _texts(claims.get(claim))]
         roles = self._config.roles

@@ -15,7 +15,7 @@ from sglang_sbs.router.telemetry.logs import current_request_id
 
 _MOST_BYTES = 64 << 10
 _MOST_ENGINES = 2
-"""Engines to try. A body with which two engines drop the connection is probably the cause."""
+"""Engines tried per request: if two drop the connection, the request is probably the cause."""
 
 
 class Messages:
@@ -27,10 +27,10 @@ class Messages:
         return [("POST", f"{ANTHROPIC_PATH}/count_tokens", self.count_tokens)]
 
     async def count_tokens(self, request: web.Request) -> web.StreamResponse:
-        """Return the response of the least loaded engine. Raises: RouterError, the engine's status
-        below 500; 502 if no engine answers; 504 if one does not answer in time. No other engine
-        is tried then: counting a long text blocks an engine's HTTP process for all its clients, and
-        would block the next one's as well."""
+        """Return the response of the least loaded engine. Raises: RouterError: an engine's 4xx
+        status; 503, no engine is usable; 502, none gave a valid response; 504, one did not answer
+        in time. After a 504 no other engine is tried: counting a long text blocks an engine's HTTP
+        process for all its clients."""
         relay = self._relay
         limit_bytes = relay.config.max_payload_bytes
         lines = forwarded_headers(

@@ -36,7 +36,8 @@ class Requests:
         return web.Response(body=msgspec.json.encode(story), content_type="application/json")
 
     async def _find(self, name: str) -> Story | None:
-        """Find a recent request of any process by any of its ids."""
+        """Return the story of a recent request of any process, found by any of its ids; ``None`` if
+        unknown."""
         found = self._recent.find(name)
         story = await self._scheduler.story(name, self._recent.story(name))
         if found is not None and story is not None:

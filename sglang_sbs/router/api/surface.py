@@ -93,7 +93,7 @@ def _request_id(path: str, headers: Mapping[str, str], names: Sequence[str]) -> 
 
 
 async def _not_stored(_request: web.Request) -> web.StreamResponse:
-    """Raise RouterError (400) as every engine does in PD mode."""
+    """Raise RouterError (400): responses are not stored, as on every engine in PD mode."""
     raise store_disabled("response_id")
 
 
@@ -267,8 +267,8 @@ class Surface:
             return response
 
     async def _refusal(self, request: web.Request, path: str) -> web.Response | None:
-        """Return the error response for an unauthorized request. Raises: RouterError, for the same
-        reason."""
+        """Return the error response for a request without a valid key; ``None`` if it is allowed.
+        Raises: RouterError: 415, its body is encoded; 403, a foreign web page sends it."""
         encoding = request.headers.get("Content-Encoding")
         if encoding is not None and encoding.strip().lower() != "identity":
             why = "send the body without Content-Encoding: its decoded size cannot be"
@@ -287,7 +287,7 @@ class Surface:
 
     def _is_forged(self, request: web.Request, path: str) -> bool:
         """Return whether a browser sends this for a foreign page, without its user's knowledge
-        (CSRF). Where a key is required, the page would have to know it."""
+        (CSRF). False where a key is required, because the page does not have it."""
         origin = request.headers.get("Origin")
         if origin is None or not self._access.open_to_all:
             return False
@@ -323,7 +323,8 @@ class Surface:
 
 
 def _failed(method: str, path: str, error: Exception) -> RouterError:
-    """Turn an unhandled exception into an error: either the client's fault or a defect here."""
+    """Return the error for an unhandled exception: 400 if the client is at fault, else 500, and log
+    it."""
     if isinstance(error, web.RequestPayloadError):
         return bad_request("the body does not match its headers", "unreadable_body")
     # Deeply nested JSON can be read safely, but not displayed or serialized.

@@ -39,7 +39,7 @@ _MOST_BACKLOG_BYTES = 16 << 20
 _MOST_TEXTS = 1024
 _PART_IDS = 1 << 14
 _AROUND_IDS = 8
-"""Ids decoded on each side of a candidate place to split."""
+"""Ids decoded on each side of a place where :func:`_decoded` may split a list of ids."""
 _TRIES = 16
 _MOST_IDS = 1 << 18
 """Largest number of ids in one request, above any model's context; decoding them is fast."""
@@ -76,7 +76,9 @@ class Tokenizing:
     async def _answered(
         self, work: Callable[[ChatTokenizer, bytes | bytearray], Any], request: web.Request
     ) -> web.StreamResponse:
-        """Run ``work`` in a thread, as prompts are tokenized. Raises: RouterError."""
+        """Respond with the result of ``work``, run in a thread on the tokenizer and the request's
+        body. Raises: RouterError: 400, the request is invalid or there is no tokenizer; 408, 413 or
+        503, the body is late, too large or has no room."""
         relay, tokenizer = self._relay, self._relay.prompts.tokenizer
         if tokenizer is None:
             why = "this router has no tokenizer: start it with --tokenizer-path"
@@ -117,7 +119,8 @@ class Tokenizing:
         return {"tokens": ids, "count": count, "max_model_len": self._longest(tokenizer)}
 
     def _longest(self, tokenizer: ChatTokenizer) -> int:
-        """Return the limit in the model's files, else the engines'; -1 if unknown."""
+        """Return the model's longest context in tokens: from its files, else the engines' limit on
+        a request; -1 if unknown."""
         if tokenizer.max_length is not None:
             return tokenizer.max_length
         known = (w.info.max_request_tokens for w in self._relay.attempts.registry if w.info)
@@ -125,8 +128,8 @@ class Tokenizing:
 
 
 def _object_of(raw: bytes | bytearray) -> dict[str, Any]:
-    """Parse the body. Raises: RouterError (400), also if its objects would be far larger than
-    ``raw``."""
+    """Parse a JSON object. Raises: RouterError (400), it is invalid, or its objects would take far
+    more memory than ``raw``."""
     try:
         body = value_of(raw)
     except JsonError as error:
@@ -180,8 +183,8 @@ def _text(tokenizer: ChatTokenizer, raw: bytes | bytearray) -> dict[str, Any]:
 
 
 def _decoded(tokenizer: Tokenizer, ids: array[int], *, skip: bool) -> str:
-    """Decode ``ids``, in parts where that gives the same text, because a decoder uses 60 bytes per
-    id while it works. ``skip`` omits special tokens."""
+    """Decode ``ids``; ``skip`` omits special tokens. Long lists are decoded in parts if that gives
+    the same text, because a decoder uses 60 bytes per id while it works."""
 
     def texts(*lists: array[int]) -> list[str]:
         # Unlike ``decode`` this releases the GIL.
@@ -202,7 +205,8 @@ def _decoded(tokenizer: Tokenizer, ids: array[int], *, skip: bool) -> str:
 
 
 def _ids(raw: Raw) -> array[int]:
-    """Parse a list of ids into an array. Python objects would take many times the memory."""
+    """Parse a list of token ids into an array, as Python objects would take many times the memory.
+    Raises: RouterError (400), it is not a list of ids."""
     if first_byte(raw) != b"[":
         raise bad_request(f"tokens: {shown(raw)} is not a list, unlike the first")
     # An array would accept true as 1.

@@ -1,4 +1,4 @@
-"""Begins, ends and shows a trial of two policies at ``/trial`` (:mod:`sglang_sbs.trial`)."""
+"""Begins, ends and shows a trial of two policies (:mod:`sglang_sbs.trial`) at ``/trial``."""
 
 from __future__ import annotations
 

@@ -17,7 +17,8 @@ logger = logging.getLogger(__name__)
 HIGH_WATER_BYTES = 1 << 20
 LOW_WATER_BYTES = 1 << 18
 LARGE_PIECE_BYTES = 64 << 10
-"""After each piece of this size of a whole response, other connections get a turn."""
+"""Size of the pieces in which a whole response is sent; after each, other connections get a
+turn."""
 _JOINED_BYTES = 512 << 10
 """Bytes of a response copied in one turn of the event loop."""
 _RECHECK_S = 0.02
@@ -31,7 +32,8 @@ class Source(Protocol):
 
 
 class Downstream:
-    """Every request has one, so what only a stream needs is set when it is needed."""
+    """A response that is streamed to a client. Every request has one, so attributes that only a
+    started stream needs are class attributes until then."""
 
     response: web.StreamResponse | None = None
     """Set once the head is being sent; from then on errors can only be events in the stream."""
@@ -50,8 +52,8 @@ class Downstream:
         sources: Mapping[int, Source],
         pace: ClientPace = USUAL_PACE,
     ) -> None:
-        """Create the stream; ``sources`` are paused while the client reads too slowly, and can grow
-        later."""
+        """Create the stream. The ``sources`` of its data are paused while the client reads too
+        slowly; sources may be added later."""
         self._request = request
         self._sources = sources
         self._pace = pace
@@ -113,8 +115,8 @@ class Downstream:
             loop.call_later(self._recheck_s, self._recheck)
 
     async def open(self, content_type: str, more: Mapping[str, str] | None = None) -> None:
-        """Send the head and the pieces so far at once. Further calls do nothing. ``more``: headers.
-        Raises: ConnectionResetError, the client is gone."""
+        """Send the head and all pieces pushed so far; further calls do nothing. ``more``:
+        additional headers. Raises: ConnectionResetError, the client is gone or does not read."""
         if self.response is not None:
             return
         self.response = response = web.StreamResponse(
@@ -138,8 +140,8 @@ class Downstream:
             self.push(data)
 
     async def finish(self) -> web.StreamResponse:
-        """End the body. Raises: ConnectionResetError, the client does not read; its connection is
-        closed."""
+        """End the body and return the response. Raises: ConnectionResetError, the client does not
+        read; its connection is closed."""
         assert self.response is not None
         self._ended = True
         transport = self._transport
@@ -153,8 +155,8 @@ class Downstream:
 
 
 async def joined(pieces: Sequence[bytes | bytearray | memoryview]) -> bytes | bytearray:
-    """Join pieces in slices, because copying a large response at once would block the event
-    loop."""
+    """Return the joined pieces. They are copied in slices, because copying a large response at once
+    would block the event loop."""
     if sum(map(len, pieces)) <= _JOINED_BYTES:
         return b"".join(pieces)
     whole = bytearray()
@@ -174,8 +176,8 @@ async def send(
     answer: web.Response,
     pace: ClientPace = USUAL_PACE,
 ) -> web.StreamResponse:
-    """Send a whole response; a large one in pieces at the client's pace, one per turn.
-    Raises: ConnectionResetError, the client is gone, or was too slow and is disconnected."""
+    """Send a whole response and return it. A large one is sent in pieces, no faster than the client
+    reads. Raises: ConnectionResetError, the client is gone, or was too slow and is disconnected."""
     body = answer.body
     if not isinstance(body, (bytes, bytearray)) or len(body) <= LARGE_PIECE_BYTES:
         return answer
@@ -201,7 +203,7 @@ async def send(
 
 
 def _hung_up(request: web.Request) -> ConnectionResetError:
-    """Close the connection of a client that does not read."""
+    """Abort the connection of a client that does not read, and return the error to raise."""
     if request.transport is not None:
         request.transport.abort()
     return ConnectionResetError("the client stopped reading")

@@ -12,11 +12,11 @@ from typing import Any
 
 SLICE_BYTES = 4096
 MOST_LINES = 512
-"""Reads with more lines than this are sliced."""
+"""Received data with more lines than this is parsed in slices."""
 
 
 class Slices:
-    """Feeds one slice of one such connection in each turn of the event loop."""
+    """Lets one :class:`DenseInput` parse one slice in each turn of the event loop, in rotation."""
 
     def __init__(self) -> None:
         self._waiting: deque[DenseInput] = deque()
@@ -42,7 +42,8 @@ class Slices:
 
 
 class DenseInput:
-    """Passes received data to a connection's parser, in slices if it is dense."""
+    """Passes a connection's received data to its parser, in slices if there are many short
+    lines."""
 
     def __init__(self, transport: Any, protocol: Any, slices: Slices) -> None:
         self._transport, self._protocol, self._slices = transport, protocol, slices
@@ -61,7 +62,7 @@ class DenseInput:
             self._slices.add(self)
 
     def feed_slice(self) -> bool:
-        """Feed one slice and return whether more is waiting."""
+        """Pass one slice to the parser and return whether more is waiting."""
         piece = bytes(self._held[:SLICE_BYTES])
         del self._held[:SLICE_BYTES]
         if self._transport is None or self._transport.is_closing():

@@ -1,5 +1,5 @@
-"""Limits how requests arrive: minimum pace, maximum size, and the memory of all bodies. Without
-them a client sending a byte a minute would hold a descriptor and memory forever."""
+"""Limits how requests arrive: their minimum pace, their size, and the memory of all bodies. Without
+these limits a client sending a byte a minute would hold a descriptor and memory forever."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Bodies:
     pace: ClientPace = USUAL_PACE
     held_bytes: int = 0
     coming: dict[BodyShare, asyncio.Timeout] = field(default_factory=dict)
-    """Incomplete bodies, with the timeout that can end each early."""
+    """Bodies that are still being received, with the timeout that can end each early."""
     turns: LoopTurns = field(default_factory=lambda: LoopTurns(_LARGE_AT_ONCE))
 
     def share(self) -> BodyShare:
@@ -51,7 +51,8 @@ class Bodies:
         return BodyShare(self)
 
     def grow(self, share: BodyShare, more_bytes: int) -> None:
-        """Count received bytes. Raises: RouterError (503), this body must be rejected."""
+        """Count received bytes of a body. Over the limit, reject the largest incomplete body.
+        Raises: RouterError (503), that is this one."""
         share.held_bytes += more_bytes
         self.held_bytes += more_bytes
         small = share.held_bytes <= _SMALL_BYTES
@@ -73,12 +74,12 @@ class Bodies:
 
 @dataclass(eq=False, repr=False)
 class BodyShare:
-    """The part of the memory limit that one request's body uses."""
+    """One request's body and the memory it uses; a context manager that frees it."""
 
     bodies: Bodies
     held_bytes: int = 0
     lost: bool = False
-    """Its memory was given to another body."""
+    """The body was rejected to make room for others."""
 
     def __enter__(self) -> Self:
         return self
@@ -89,9 +90,9 @@ class BodyShare:
     async def read(
         self, request: web.Request, limit_bytes: int, whose: str = ", the limit of this endpoint"
     ) -> bytes | bytearray:
-        """Read the whole body. ``whose`` follows ``limit_bytes`` in the error message.
-        Raises: RouterError (413), it is longer; (408), it is slower than the pace of ``bodies``;
-        (503), there is no memory for it."""
+        """Read the whole body. ``whose`` follows the limit in the 413's message. Raises:
+        RouterError: 413, it is longer than ``limit_bytes``; 408, it stalls or arrives below the
+        minimum rate; 503, all bodies exceed their memory limit and this one is the largest."""
         too_large = f"the body is over {limit_bytes} bytes{whose}"
         if (request.content_length or 0) > limit_bytes:
             raise RouterError(413, "payload_too_large", too_large)
@@ -159,8 +160,8 @@ class ParserLog(logging.LoggerAdapter[logging.Logger]):
 
 
 def refusing_odd_expect(server: web.Server) -> web.Server:
-    """Reject any Expect header except 100-continue here. aiohttp would quote its value, and fails
-    if it is not text."""
+    """Make a server reject any ``Expect`` header except ``100-continue``, and return it. aiohttp
+    would quote the header's value, and fails if it is not text."""
     handle = server.request_handler
 
     async def handled(request: web.BaseRequest) -> web.StreamResponse:
@@ -188,17 +189,18 @@ class Doorman:
         self._patience_s, self._idle_s = patience_s, idle_s
         self._most = most
         self.slices = Slices()
-        """Dense input of all connections of a port."""
+        """Connections of this port whose received data has too many short lines to parse at once
+        (:mod:`.dense_input`); one slice is parsed per turn of the event loop."""
         self._waiting: dict[Any, _Wait] = {}
         """Waiting connections by transport, longest waiting first."""
         self._kinds: dict[float, _Wait] = {}
-        """The wait of all connections with the same patience."""
+        """Timer shared by all connections with the same time limit, by that limit in seconds."""
 
     def watch(self, transport: asyncio.BaseTransport) -> None:
         self.enter(transport, self._patience_s)
 
     def rests(self, transport: asyncio.BaseTransport) -> None:
-        """Start the idle time after a response."""
+        """Start the idle time of a connection after a response."""
         self.enter(transport, self._idle_s)
 
     def on_received(self, transport: Any) -> None:
@@ -211,7 +213,8 @@ class Doorman:
     async def between_requests(
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        """The outermost middleware of an application whose connections are watched."""
+        """Stop a connection's timer while its request is handled. Must be the outermost
+        middleware."""
         self.on_received(request.transport)
         try:
             return await handler(request)
@@ -237,9 +240,8 @@ class Doorman:
         self._waiting[transport] = wait._replace(spared=True) if spared else wait
 
     def _close(self, transport: Any) -> bool:
-        """Close a connection unless it is closed already or still sending a response. If the client
-        is still reading a response, its idle time starts again. A closed connection with unsent
-        data also counts as sending."""
+        """Close a waiting connection and return whether it was closed. One that still sends a
+        response, even while closing, is spared once: its time starts again."""
         wait = self._waiting.pop(transport)
         wait.timer.discard(transport)
         unsent = transport.get_write_buffer_size()
@@ -264,7 +266,7 @@ class Gate(asyncio.Protocol):
 
     doorman: Doorman
     serve: Callable[[], asyncio.Protocol]
-    """Makes aiohttp's protocol."""
+    """Creates aiohttp's protocol for a connection."""
     has_room: Callable[[], bool] = lambda: True
     """Returns whether another connection fits; otherwise it is closed."""
 

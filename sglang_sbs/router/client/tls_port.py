@@ -20,15 +20,16 @@ logger = logging.getLogger(__name__)
 HANDSHAKE_S = 10.0
 """Time limit of a TLS handshake."""
 _ACCEPTED_AT_ONCE = 8
-"""Connections accepted in one turn of the event loop. A full doorman closes its oldest connection,
-and a burst of silent ones must not make a client in its handshake the oldest."""
+"""Connections accepted in one turn of the event loop. More silent ones at once could make a client
+in its handshake the oldest connection, which :class:`.Doorman` closes at its limit."""
 _PAUSE_S = 0.1
-"""Pause before the next try when no descriptor is left."""
+"""Pause before accepting again after no file descriptor was left."""
 
 
 @dataclass(eq=False, repr=False)
 class _Handshake:
-    """A connection in its TLS handshake, in the form that a doorman can close."""
+    """A connection in its TLS handshake, with the methods of a transport that :class:`.Doorman`
+    uses."""
 
     sock: socket.socket
     task: asyncio.Task[None] | None = None
@@ -47,7 +48,8 @@ class _Handshake:
 
 
 class TlsPort:
-    """Listens until :meth:`close`, in place of the ``asyncio.Server`` used for plain HTTP."""
+    """Listens for TLS connections until :meth:`close`, in place of the ``asyncio.Server`` used for
+    plain HTTP."""
 
     def __init__(
         self,
@@ -108,7 +110,7 @@ class TlsPort:
             logger.debug("a TLS handshake failed: %s", type(error).__name__)
 
     async def _first_byte(self, sock: socket.socket) -> bytes:
-        """Wait for the first byte without consuming it; empty if the client left. A TLS
+        """Return the client's first byte without consuming it; empty if the client left. A TLS
         connection's objects take 20 KiB, so silent clients must not get them."""
         fd, arrived = sock.fileno(), self._loop.create_future()
 

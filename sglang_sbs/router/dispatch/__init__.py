@@ -1,1 +1,1 @@
-"""Submits requests to the scheduler, which dispatches them; driven from asyncio."""
+"""Submits requests to the scheduler from asyncio, and delivers its decisions."""

@@ -1,5 +1,5 @@
-"""Histogram of the scheduler's time per event. It is always measured, because counting costs well
-under a microsecond."""
+"""Histogram of the time that the scheduler takes for an event. It is always measured, because
+counting costs well under a microsecond."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _OTHER = "other"
 
 
 class Spread:
-    """Histogram of durations with the bounds :data:`BUCKETS_S`."""
+    """Histogram of durations in seconds, with the upper bounds :data:`BUCKETS_S`."""
 
     __slots__ = ("counts", "longest_s", "total_s")
 
@@ -38,7 +38,8 @@ class Spread:
         self.longest_s = max(self.longest_s, seconds)
 
     def add_to(self, spread: HistogramMetricFamily, longest: GaugeMetricFamily, *of: str) -> None:
-        """Add the counts to metric families, under the label values ``of``."""
+        """Add this histogram and its longest duration to metric families, under the label values
+        ``of``."""
         counted, buckets = 0, []
         for bound_s, count in zip((*BUCKETS_S, None), self.counts, strict=True):
             counted += count
@@ -65,7 +66,8 @@ class DecisionTimes:
 
 
 def lag_families(lag: Spread) -> Iterator[Metric]:
-    """Metrics of the scheduler process's lateness for its timers, which shows its backlog."""
+    """Yield metrics of the lateness of a periodic timer in the scheduler process, which shows its
+    backlog."""
     about = "How late the scheduler process ran, ten times a second"
     spread = HistogramMetricFamily("sbs_scheduler_lag_seconds", about)
     longest = gauge("sbs_scheduler_lag_longest_seconds", "The longest so far")

@@ -45,10 +45,10 @@ class Submitted:
     (:class:`~sglang_sbs.router.relay.in_flight.Attempt`) is a subclass."""
 
     arrival: RequestArrived
-    """The event submitted; the names of blocks are dropped once it is placed."""
+    """The event submitted. Its block names are dropped once the request is placed."""
     decision: asyncio.Future[Dispatch] = field(default_factory=_undecided)
     dispatch: Dispatch | None = None
-    """Engines and ranks; ``None`` while it waits."""
+    """The decision's engines and ranks; ``None`` until the request is placed."""
     prefilled: bool = False
     """The end of prefill was reported to the scheduler."""
 
@@ -73,19 +73,19 @@ class Dispatcher:
     """Submits requests to the scheduler. Use only from one event loop."""
 
     def __init__(self, give_up_s: float | None) -> None:
-        """Create a dispatcher. A request without a decision after ``give_up_s`` is ended here; this
-        must be longer than the scheduler's own deadlines."""
+        """Create a dispatcher. A request without a decision after ``give_up_s`` (``None``: no
+        limit) fails; the limit must be longer than the scheduler's own deadlines."""
         self.pump: SchedulerPump | None = None
-        """Drives the scheduler if it is in this process."""
+        """Drives the scheduler if it is in this process; otherwise ``None``."""
         self._errors = 0
-        """Errors of former pumps."""
+        """Scheduler errors counted by pumps that were replaced."""
         self._give_up_s = give_up_s
         self._requests: dict[str, Submitted] = {}
 
     async def dispatch(self, request: Submitted) -> Dispatch:
-        """Submit a request and wait for its decision. The caller reports the end
-        (:meth:`on_ended`) in any case. Raises:
-        Refused, the scheduler refuses it; RouterError, the scheduler lost track of it."""
+        """Submit a request and return the scheduler's decision. The caller must report the end
+        (:meth:`on_ended`) in any case. Raises: Refused, the scheduler refuses it; RouterError, the
+        scheduler failed on it or did not decide in time."""
         rid, decision = request.arrival.rid, request.decision
         self._requests[rid] = request
         watchdog: asyncio.TimerHandle | None = None
@@ -106,15 +106,15 @@ class Dispatcher:
     def prefill_done(
         self, rid: str, prompt_tokens: int | None = None, cached_tokens: int | None = None
     ) -> None:
-        """Report that prefill responded, with its counts, or that decode began."""
+        """Report that prefill responded, with its token counts, or that decode began."""
         request = self._requests.get(rid)
         if request is not None:
             request.prefilled = True
             self._report(PrefillDone(rid, prompt_tokens, cached_tokens))
 
     def prefill_aborted(self, rid: str) -> None:
-        """Report a request that ended on prefill without a response while decode still holds its
-        KV. The record kept until its end no longer refers to the attempt."""
+        """Report that prefill ended without a response while decode still holds the request's KV.
+        The record kept until its end no longer refers to the attempt."""
         request = self._requests.get(rid)
         if request is None:
             return
@@ -134,7 +134,7 @@ class Dispatcher:
         completion_tokens: int | None = None,
         client: ClientSide | None = None,
     ) -> None:
-        """Report the end of a request; only the first report counts."""
+        """Report the end of a request to the scheduler; only the first report counts."""
         if self._requests.pop(rid, None) is not None:
             ended = RequestEnded(
                 rid=rid, outcome=outcome, completion_tokens=completion_tokens, client=client
@@ -147,7 +147,7 @@ class Dispatcher:
             self._report(BlocksCleared(instance=instance, dp_rank=rank))
 
     def _on_decided(self, command: Decision) -> None:
-        """Deliver the scheduler's decision; ignore it for a request that has ended."""
+        """Deliver a decision to its waiting request; ignore it if the request has ended."""
         request = self._requests.get(command.rid)
         if request is None or request.dispatch is not None:
             return
@@ -173,7 +173,8 @@ class Dispatcher:
         self._fail(rid)
 
     def _fail(self, rid: str) -> None:
-        """End a request that the scheduler lost track of, in its accounting as well."""
+        """End a request without a decision with an error (500), and in the scheduler's
+        accounting."""
         request = self._requests.get(rid)
         if request is not None and not request.decision.done():
             message = "the scheduler failed on this request; the router's log has the cause"
@@ -192,11 +193,12 @@ class Dispatcher:
     # Where the scheduler is -------------------------------------------------------------------
 
     def _report(self, event: RequestArrived | PrefillDone | RequestEnded | BlocksCleared) -> None:
-        """Report an event to the scheduler, which may decide at once."""
+        """Report an event of a request or of an instance's cache to the scheduler, which may decide
+        at once."""
         self.submit(event)
 
     def submit(self, event: Event) -> None:
-        """Pass the registry's event about instances to a scheduler in this process."""
+        """Pass an event to the scheduler if it is in this process; otherwise do nothing."""
         if self.pump is not None:
             self.pump.submit(event)
 
@@ -206,15 +208,17 @@ class Dispatcher:
         return self._errors + (self.pump.errors if self.pump is not None else 0)
 
     def attempts(self, rids: Sequence[str]) -> list[AttemptStory]:
-        """Return the scheduler's records of these requests, if it is in this process."""
+        """Return the scheduler's records of these requests; empty if it is in another process."""
         return self.pump.attempts(rids) if self.pump is not None else []
 
     def timeline(self, rid: str) -> Timeline | None:
-        """Return one record without the reasons, which take longer to compute."""
+        """Return the record of one request, without the reasons, which take longer to compute;
+        ``None`` if it is unknown or the scheduler is in another process."""
         return self.pump.timelines.get(rid) if self.pump is not None else None
 
     def snapshot(self) -> Any:
-        """The scheduler's state for display and metrics (a msgspec struct)."""
+        """Return the scheduler's state for display and metrics (a msgspec struct); ``None`` if it
+        is in another process."""
         return self.pump.snapshot() if self.pump is not None else None
 
     def close(self) -> None:

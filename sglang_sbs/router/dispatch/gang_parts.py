@@ -1,6 +1,6 @@
-"""Labels each dispatched request with its part of a batch. A batch is the requests dispatched to
-one prefill instance at one moment. Requests dispatched while it is on its way follow it: the engine
-starts both in the same pass (``engine.gang_hold``)."""
+"""Labels each dispatched request with its part of a batch: the requests dispatched to one prefill
+instance at one moment. Requests dispatched while the batch is on its way follow it, and the engine
+starts all in the same pass (``engine.gang_hold``)."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ _MOST_INSTANCES = 4096
 """Limit on instances whose latest batch is remembered; the least recently used are forgotten."""
 
 _Instance = tuple[InstanceId, int]
-"""Unit that runs its own passes: a worker, or a rank of one without a barrier."""
+"""Unit that runs its own passes: a worker and -1, or a worker without a barrier and one of its
+ranks."""
 
 
 @dataclass(slots=True)
 class _LabelledBatch:
     tag: int
     number: int
-    """Number of the next request with that tag."""
+    """Number of the last request labelled with this tag; it starts at random."""
     ranks: int
 
     def part(self, members: int) -> GangPart:
@@ -36,14 +37,15 @@ class _LabelledBatch:
 class GangParts:
     def __init__(self) -> None:
         self._tag = random.getrandbits(TAG_BITS)
-        """Tag of the last batch; other routers of the same engines start elsewhere."""
+        """Tag of the last batch. It starts at random, so that routers of the same engines use
+        different ones."""
         self._newest: dict[_Instance, _LabelledBatch] = {}
         """Latest batch of each unit, if it had several requests: engines do not wait for a batch of
-        one."""
+        one. Later requests may follow it."""
 
     def labelled(self, commands: Sequence[Command]) -> Sequence[Command]:
-        """Return the decisions of one moment, with a part added to each dispatch. They are returned
-        unchanged if no request has an id that asks for a part."""
+        """Return the commands of one moment, with a part added to each dispatch. They are returned
+        unchanged if no request's bootstrap room describes a batch (:func:`.is_sized`)."""
         dispatched = [command for command in commands if isinstance(command, Dispatch)]
         for dispatch in dispatched:
             if is_sized(dispatch.rid):

@@ -1,5 +1,5 @@
-"""Drives one :class:`Scheduler`: its events, timer, decisions and log. An exception in the policy
-is logged, counted and survived."""
+"""Drives one scheduler: passes events to it, runs its timer, delivers its decisions and writes the
+event log. An exception in the policy is logged and counted, and the next event is handled."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ from sglang_sbs.scheduling.explained.timelines import Timelines
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 0.1
-"""Delay of another wake-up after a failed event, whose own may be lost."""
+"""Delay of the wake-up that is set when the scheduler fails on an event, because the wake-up that
+it would have requested is lost."""
 _TRACEBACK_EVERY_S = 10.0
 
 
@@ -45,7 +46,8 @@ class SchedulerLike(Protocol):
 Decision = Dispatch | Refuse
 
 Observer = Callable[[Event, Sequence[Command], float], None]
-"""Observes events; must neither raise nor block."""
+"""Called with an event, the scheduler's commands and the time in seconds. Must neither raise nor
+block."""
 
 
 @dataclass(eq=False)
@@ -59,11 +61,11 @@ class SchedulerPump:
     counts: Callable[[Decision], None] | None = None
     event_log: EventLogWriter | None = None
     observer: Observer | None = None
-    """Called with every event and its commands while the dashboard is open."""
+    """Called with every event and its commands while the dashboard is open; ``None`` otherwise."""
     trial: Observer | None = None
     """Called like ``observer`` while a trial runs."""
     flush_s: float = 1.0
-    """Longest time between flushes of the event log."""
+    """Longest time in seconds until a written event is flushed to the event log."""
     errors: int = 0
     """Number of events on which the scheduler failed."""
     times: DecisionTimes = field(default_factory=DecisionTimes)
@@ -74,15 +76,15 @@ class SchedulerPump:
     _handling: bool = False
     _closed: bool = False
     _due_s: float = math.inf
-    """Time for which the scheduler asked last."""
+    """Time of the next wake-up that the scheduler requested; infinite before the first."""
     _timer: asyncio.TimerHandle | None = None
     _timer_s: float = math.inf
-    """Time at which the timer fires, not after ``_due_s``."""
+    """Time for which the timer is set; never later than ``_due_s``."""
     _flushing: asyncio.TimerHandle | None = None
 
     def submit(self, event: Event) -> None:
-        """Pass an event to the scheduler and execute its commands. Reentrant: events caused
-        meanwhile are handled afterwards, in order."""
+        """Pass an event to the scheduler and execute its commands. Events submitted meanwhile are
+        handled afterwards, in order."""
         self._inbox.append(event)
         if self._handling or self._closed:
             return
@@ -133,7 +135,8 @@ class SchedulerPump:
             self._wake_at(now_s + _RETRY_S, now_s)
 
     def _write(self, step: Callable[[EventLogWriter], None]) -> None:
-        """Write to the event log; errors such as a full disk end the log, not the router."""
+        """Run ``step`` on the event log. Errors such as a full disk close the log, but not the
+        router."""
         log = self.event_log
         if log is None:
             return
@@ -169,7 +172,7 @@ class SchedulerPump:
             self.submit(TimerFired())
 
     def attempts(self, rids: Sequence[str]) -> list[AttemptStory]:
-        """Return the records of these requests; forgotten ones are omitted."""
+        """Return the records and current reasons of these requests; forgotten ones are omitted."""
         now_s = time.monotonic()
         why = getattr(self.scheduler, "why", lambda _rid, _now_s: None)
         known = [self.timelines.get(rid) for rid in rids]

@@ -1,5 +1,5 @@
-"""Runs a candidate against its store. :meth:`Campaign.leads` always checks the clock and never
-relies on a timer."""
+"""Runs the election of this process: sends a candidate's requests to the store with the lock.
+:meth:`Campaign.leads` always checks the clock and never relies on a timer."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ logger = logging.getLogger(__name__)
 
 _RELEASE_S = 1.0
 _MARK = "#"
-"""Separates the address from a suffix that distinguishes successive processes there."""
+"""Separates the address of a holder from a random suffix, which distinguishes successive processes
+at one address."""
 
 
 def boot_clock() -> float:
-    """Seconds since the machine booted, sleep included; it cannot be set."""
+    """Return the seconds since the machine booted, including sleep. This clock cannot be set."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class Campaign(Election):
     def __init__(self, store: LockStore, identity: str, times: ElectionTimes) -> None:
-        """Create a campaign; ``identity`` is the address of this process."""
+        """Create a campaign; ``identity`` is the address by which others reach this process."""
         super().__init__()
         self._store = store
         self._times = times
@@ -97,7 +98,7 @@ class Campaign(Election):
         return self._candidate.term_at(self._clock())
 
     async def _leave(self) -> None:
-        """End the lead first, then release the lock so that another can lead at once."""
+        """Stop leading, then release the lock so that another candidate can lead at once."""
         mine = self._candidate.resign()
         self._look()
         try:

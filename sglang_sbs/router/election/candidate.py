@@ -19,10 +19,10 @@ import math
 from dataclasses import dataclass
 
 MAX_TERM = 2**31 - 1
-"""Largest possible ``leaseTransitions`` (int32)."""
+"""Largest term, because a Lease stores it in ``leaseTransitions`` (int32)."""
 LONGEST_LEASE_S = 60.0
 _UNDISTURBED_S = 60.0
-"""A lead that lasted longer than this was undisputed."""
+"""Time in seconds after which a lead counts as undisputed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +34,9 @@ class ElectionTimes:
     lease_s: float = 2.0
     """Time without renewal after which a leader loses the lock. Whole seconds."""
     renew_s: float = 1.5
-    """A leader steps down if it cannot renew for this long."""
+    """A leader that cannot renew the lock for this long steps down."""
     retry_s: float = 0.3
-    """Interval of renewals, and of checks of another's lock."""
+    """Interval of renewals by the leader, and of reads by other candidates."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.lease_s <= LONGEST_LEASE_S or self.lease_s != int(self.lease_s):
@@ -49,28 +49,29 @@ class ElectionTimes:
 
     @property
     def ask_s(self) -> float:
-        """Time limit of one response of the store; two fit into the deadline."""
+        """Time limit in seconds of one request to the store; two fit into ``renew_s``."""
         return self.renew_s / 2
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Content of the store."""
+    """The lock as read from the store."""
 
     holder: str = ""
-    """Empty if the lock is free."""
+    """Candidate that holds the lock; empty if it is free."""
     term: int = 0
     """Term of the present or last holder."""
     sign: str = ""
-    """A value that changes with every renewal."""
+    """Value that changes with every renewal."""
     lasts_s: float = math.inf
-    """Lifetime without a change; infinite if the store itself removes absent holders."""
+    """Seconds without a change after which the lock is free; infinite if the store itself removes
+    holders that do not renew."""
     version: str = ""
-    """Version that a write must name."""
+    """Version of the lock, which a write names so that the store rejects outdated writes."""
 
     def same_as(self, other: Record) -> bool:
-        """Return whether there was no renewal in between. Other writes (an annotation) do not
-        count."""
+        """Return whether the lock was not renewed between these two readings. Other writes (an
+        annotation) do not count."""
         return (self.holder, self.term, self.sign) == (other.holder, other.term, other.sign)
 
 
@@ -81,12 +82,12 @@ class Sleep:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """Read the lock."""
+    """Next step: read the lock."""
 
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """Write this candidate into the lock, with a new term."""
+    """Next step: write this candidate into the lock that was ``seen``, with a new term."""
 
     seen: Record
     term: int
@@ -101,7 +102,8 @@ Step = Sleep | Read | Take | Renew
 
 
 class Candidate:
-    """One process that wants to lead. Times are seconds of a clock that only moves forward."""
+    """One process that stands for election. Times are seconds of a clock that only moves
+    forward."""
 
     def __init__(self, holder: str, times: ElectionTimes) -> None:
         """Create a candidate; ``holder`` must be unique, even among processes at the same
@@ -115,14 +117,15 @@ class Candidate:
         self._look_s = -math.inf
         self._not_before_s = -math.inf
         self._floor = 0
-        """Terms of this candidate must be higher than this."""
+        """Highest term seen or reported; this candidate may lead only in a higher one."""
         self._led_since_s = -math.inf
         self._ousted = 0
-        """Number of consecutive leads ended by a leader in another lock."""
+        """Number of consecutive leads that ended because another scheduler led through another
+        lock."""
         self._take_not_before_s = -math.inf
 
     def term_at(self, now_s: float) -> int | None:
-        """Return the term in which this candidate leads, or ``None``; an expired lead is over."""
+        """Return the term in which this candidate leads at ``now_s``, or ``None``."""
         if self._lead is not None and now_s >= self._until_s:
             self._lead = None
         return self._lead.term if self._lead else None
@@ -160,8 +163,8 @@ class Candidate:
         self._look_s = now_s + self._times.retry_s
 
     def on_taken(self, record: Record, asked_s: float, now_s: float) -> None:
-        """Handle a successful :class:`Take` sent at ``asked_s``. A late response gives no lead, nor
-        does a term that has been seen elsewhere since."""
+        """Handle a successful :class:`Take` sent at ``asked_s``. It gives no lead if the response
+        is late, or if an equal or higher term has been seen since."""
         wanted = record.term > self._floor
         self.observed(record, now_s)
         if wanted:
@@ -186,11 +189,11 @@ class Candidate:
         self._not_before_s = max(now_s, asked_s + self._times.retry_s)
 
     def exceed(self, term: int, now_s: float) -> None:
-        """Handle a term in which another leads or led: lead only in a higher one. This may end the
-        present lead.
+        """Handle a term in which another scheduler leads or led: this candidate may lead only in a
+        higher one, which can end its present lead. Impossible terms are ignored.
 
-        Impossible terms are ignored. If this ends a lead twice in a row, two candidates use two
-        locks by mistake: each then waits twice as long as the last time."""
+        If this ends a lead twice in a row, two candidates use two locks by mistake: each then waits
+        twice as long as the last time."""
         if not 0 <= term < MAX_TERM:
             return
         self._floor = max(self._floor, term)
@@ -204,8 +207,8 @@ class Candidate:
         self._lead = self._seen = None
 
     def resign(self) -> Record | None:
-        """Stop leading. Returns the record to release, because the lock may still be this
-        candidate's."""
+        """Stop leading. Returns the record of the lock to release; ``None`` if another candidate
+        holds it."""
         self._lead, seen = None, self._seen
         return seen if seen is not None and seen.holder == self.holder else None
 
@@ -215,7 +218,7 @@ class Candidate:
         self._look_s = asked_s + self._times.retry_s
 
     def _free_s(self, seen: Record) -> float:
-        """Return the time from which the lock may be taken."""
+        """Return the time from which this candidate may take the lock."""
         if seen.holder in ("", self.holder):
             return self._take_not_before_s
         return max(self._take_not_before_s, self._seen_s + seen.lasts_s)

@@ -1,5 +1,5 @@
-"""Interfaces of an election: :class:`Election` for the scheduler process, and the requests to the
-service that stores the lock."""
+"""Interfaces of an election: :class:`Election` for the scheduler process, and :class:`LockStore`
+for the service that stores the lock."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from sglang_sbs.router.election.candidate import Record
 
 
 class Election(ABC):
-    """Decides which of several schedulers leads."""
+    """Decides whether this process is the active one of several schedulers."""
 
     def __init__(self) -> None:
         self._lead: Callable[[int], None] = lambda _term: None
         self._follow: Callable[[], None] = lambda: None
         self.term: int | None = None
-        """Term in which this process leads, as last reported."""
+        """Term in which this process leads, as last reported by ``lead`` and ``follow``; ``None``
+        if it does not lead."""
 
     @abstractmethod
     async def run(self, lead: Callable[[int], None], follow: Callable[[], None]) -> None:
@@ -32,25 +33,27 @@ class Election(ABC):
     @property
     @abstractmethod
     def leader(self) -> str | None:
-        """Address of the known leader."""
+        """Address of the scheduler that leads, as far as known; ``None`` without one."""
 
     def leads(self) -> bool:
-        """Return whether this process leads now, by the clock; call it before every decision. A
-        process that was stopped may run other callbacks before ``follow``; this call then reports
-        the end."""
+        """Return whether this process leads now, by the clock; call it before every decision. If
+        the lead has ended, ``follow`` is called first: a process that was suspended may run other
+        callbacks before its timers."""
         self._look()
         return self.term is not None
 
     @abstractmethod
     def exceed(self, term: int) -> None:
-        """End a lead in this term or below: a front end has followed another leader with it."""
+        """End this process's lead if its term is ``term`` or lower: a front end has followed
+        another leader with ``term``."""
 
     @abstractmethod
     def _term_now(self) -> int | None:
-        """Term in which this process leads, by the clock."""
+        """Return the term in which this process leads now, by the clock; ``None`` if it does
+        not."""
 
     def _look(self) -> None:
-        """Report a change of the term in which this process leads."""
+        """Call ``follow`` and ``lead`` if the term in which this process leads has changed."""
         term = self._term_now()
         if term == self.term:
             return
@@ -63,7 +66,8 @@ class Election(ABC):
 
 
 class OutdatedWrite(Exception):
-    """A write named an outdated version."""
+    """The store rejected a write, because the lock has changed since the version that the write
+    names."""
 
 
 class StoreError(Exception):
@@ -72,7 +76,8 @@ class StoreError(Exception):
 
 @contextlib.contextmanager
 def understood(where: str) -> Iterator[None]:
-    """Turn errors in unexpected responses into StoreError."""
+    """Context manager that turns the errors of parsing an unexpected response into StoreError.
+    ``where`` names what was parsed."""
     try:
         yield
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
@@ -86,16 +91,17 @@ class LockStore(Protocol):
         """Connect. Raises: ValueError, no store is configured."""
 
     async def read(self) -> Record:
-        """Read the lock; a :class:`Record` without holder if it does not exist."""
+        """Return the lock; a :class:`Record` without holder if it does not exist."""
 
     async def take(self, seen: Record, holder: str, term: int) -> Record:
-        """Write a new holder over the record that was read. Raises: OutdatedWrite."""
+        """Replace the lock that was read with a new holder, and return it. Raises: OutdatedWrite,
+        it has changed since."""
 
     async def renew(self, mine: Record) -> Record:
-        """Renew the lock. Raises: OutdatedWrite, it has another holder."""
+        """Renew the lock and return it. Raises: OutdatedWrite, it has another holder."""
 
     async def release(self, mine: Record) -> None:
-        """Free the lock. Raises: OutdatedWrite."""
+        """Free the lock. Raises: OutdatedWrite, it has another holder."""
 
     async def close(self) -> None:
         """Close the connection."""

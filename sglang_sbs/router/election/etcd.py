@@ -19,7 +19,7 @@ from sglang_sbs.router.election.election import LockStore, OutdatedWrite, StoreE
 
 _MAX_ANSWER_BYTES = 1 << 16
 _ABSENT = "0"
-"""Revision of a key that does not exist."""
+"""Revision that etcd compares with for a key that does not exist."""
 
 
 class EtcdLock(LockStore):
@@ -78,7 +78,7 @@ class EtcdLock(LockStore):
             await self._session.close()
 
     async def _values(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the lock's key and the term's, read together; empty if missing."""
+        """Return etcd's entries for the lock and for the term, read together; empty if missing."""
         wanted = [{"request_range": {"key": key}} for key in (self._lock_key, self._term_key)]
         answer = await self._ask("kv/txn", {"success": wanted})
         with understood("etcd"):
@@ -88,7 +88,8 @@ class EtcdLock(LockStore):
         return lock, term
 
     async def _ask(self, method: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Call one member; after a failure the next member is used. Raises: StoreError."""
+        """Return the response of one member of the cluster. After a failure the next call uses the
+        next member. Raises: StoreError."""
         assert self._session is not None, "opened first"
         url = f"{self._endpoints[self._at]}/v3/{method}"
         answer: Any = None

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from kubernetes_asyncio.client import ApiClient
 
 _CONFLICT = 409
-"""Response to a write: the Lease has another version, or exists already."""
+"""HTTP status of a write if the Lease has another version, or exists already."""
 _NOT_FOUND = 404
-"""Response to an update: it was deleted; to a creation: the namespace does not exist."""
+"""HTTP status of an update if the Lease was deleted; of a creation if there is no such
+namespace."""
 
 
 class KubernetesLease(LockStore):
@@ -27,7 +28,7 @@ class KubernetesLease(LockStore):
         self._lasts_s = lasts_s
         self._api: ApiClient | None = None
         self._seen: dict[str, Any] = {}
-        """The object as read; other writers' fields are kept."""
+        """The Lease as last read. Writes keep its fields that belong to other writers."""
 
     async def open(self) -> None:
         """Connect. Raises: ValueError, no API server is configured."""
@@ -82,8 +83,8 @@ class KubernetesLease(LockStore):
         return self._take_in(written)
 
     async def _call(self, verb: str, *arguments: Any) -> dict[str, Any] | None:
-        """Call the API; ``None`` if the Lease does not exist or has another version. Raises:
-        StoreError."""
+        """Call the API and return the Lease; ``None`` if it does not exist, or has another version
+        than the one to replace. Raises: StoreError."""
         import aiohttp
         from kubernetes_asyncio.client import ApiException, CoordinationV1Api
 
@@ -105,7 +106,8 @@ class KubernetesLease(LockStore):
             raise StoreError(str(error) or type(error).__name__) from error
 
     def _take_in(self, lease: dict[str, Any]) -> Record:
-        """Parse and remember a Lease. Raises: StoreError."""
+        """Remember a Lease and return it as a record. Raises: StoreError, its content is
+        unexpected."""
         with understood("the Lease"):
             metadata, spec = lease["metadata"], lease.get("spec") or {}
             term = int(spec.get("leaseTransitions") or 0)

@@ -30,8 +30,9 @@ _SECONDS = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,6})?)s?")
 
 
 def parse_election(url: str, identity: str, times: ElectionTimes) -> Campaign:
-    """Return the election at ``url`` for the process with this ``identity``, without contacting the
-    store. Raises: ValueError, the URL is invalid, or a file in it is unusable."""
+    """Return the election at ``url`` for the process with the address ``identity``, without
+    contacting the store. ``times`` applies where the URL sets none. Raises: ValueError, the URL is
+    invalid, or a file in it is unusable."""
     parts, times = _times_of(urlsplit(url), times)
     if parts.scheme == "k8s":
         return Campaign(_lease(parts, times), identity, times)
@@ -41,7 +42,8 @@ def parse_election(url: str, identity: str, times: ElectionTimes) -> Campaign:
 
 
 def _times_of(parts: SplitResult, times: ElectionTimes) -> tuple[SplitResult, ElectionTimes]:
-    """Return the URL without its times, and ``times`` with them."""
+    """Return the URL without its times, and ``times`` changed by them. Raises: ValueError, a time
+    or the name of a parameter is invalid."""
     query = dict(parse_qsl(parts.query, keep_blank_values=True))
     given = {}
     for name in _TIMES.keys() & query:

@@ -1,5 +1,6 @@
-"""One connection to an engine. It writes a request and reads the response, one at a time, in slices
-and with back pressure. Knows neither SGLang nor JSON, and does not manage the connection's life."""
+"""One HTTP connection to an engine. It writes a request and reads the response, one at a time, in
+slices and with back pressure. The caller interprets responses, and :mod:`.connection_pool` opens
+and reuses connections."""
 
 from __future__ import annotations
 
@@ -17,16 +18,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SLICE_BYTES = 256 << 10
-"""Bytes of a large request written before others get a turn."""
+"""Bytes of a large request written before other connections get a turn."""
 _TAKEN_BYTES = 16 << 10
-"""Received bytes handled before others get a turn."""
+"""Bytes of a response handled before other connections get a turn."""
 
 FailureKind = Literal["refused", "connect", "reset", "protocol", "local"]
 
 
 class UpstreamError(Exception):
-    """The exchange failed. ``refused``: the address refuses connections. ``local``: this machine
-    has no descriptors or ports left."""
+    """A request got no complete response. ``kind``: ``refused``, the address refuses connections;
+    ``connect``, no connection otherwise; ``reset``, the connection was lost; ``protocol``, the
+    response is unusable; ``local``, this machine has no descriptors or ports left."""
 
     def __init__(self, kind: FailureKind, detail: str) -> None:
         super().__init__(detail)
@@ -34,7 +36,7 @@ class UpstreamError(Exception):
 
 
 class Receiver(Protocol):
-    """Receives a response. Nothing follows ``message_complete`` or ``failed``."""
+    """Receives a response. No call follows ``message_complete`` or ``failed``."""
 
     def head_received(self, status: int, headers: Mapping[str, str]) -> None: ...
     def body_received(self, data: bytes) -> None: ...
@@ -56,10 +58,10 @@ class Connection(asyncio.Protocol):
     _unsent: Iterator[bytes | bytearray] | None = None
     """Unsent parts of a large request."""
     _unread: bytes = b""
-    """Received bytes waiting for a turn; reading is paused meanwhile."""
+    """Received bytes that wait for a turn of the event loop; reading is paused meanwhile."""
     _reader: ResponseReader = field(default_factory=ResponseReader)
     _silent: bool = True
-    """No byte of the response has arrived."""
+    """No byte of the present response has arrived."""
 
     def send(self, payload: Sequence[bytes | bytearray]) -> None:
         """Write a request; the later parts of a large one follow as the engine reads."""
@@ -128,7 +130,7 @@ class Connection(asyncio.Protocol):
         self._take(data)
 
     def _go_on(self) -> None:
-        """Handle the next part of the received bytes."""
+        """Handle the next ``_TAKEN_BYTES`` of the received bytes."""
         if not self._unread or self._paused:
             return
         data = self._unread[:_TAKEN_BYTES]

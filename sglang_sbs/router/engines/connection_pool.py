@@ -1,6 +1,7 @@
-"""A lean HTTP/1.1 client for the two legs. It decides which connection carries a call: a kept one,
-a new one, or a replacement if a kept one was just closed by the engine. Body pieces reach the
-:class:`~.connection.Receiver` in the callback that read them, which makes relaying cheap."""
+"""A lean HTTP/1.1 client for prefill and decode requests. It decides which connection carries a
+call: a kept one, a new one, or a replacement if the engine just closed a kept one. Body pieces
+reach the :class:`~.connection.Receiver` in the callback that read them, which makes relaying
+cheap."""
 
 from __future__ import annotations
 
@@ -40,10 +41,10 @@ def is_our_own(error: BaseException) -> bool:
 class Call:
     _pool: Pool
     origin: str
-    """URL of the worker."""
+    """Normalised URL of the worker."""
     payload: Sequence[bytes | bytearray]
     receiver: Receiver | None
-    """``None`` once the response is not wanted any longer."""
+    """Object that gets the response; ``None`` once the call is over."""
     sent: bool = False
     """The request was written to a connection, so the engine may know it."""
     _connection: Connection | None = None
@@ -60,11 +61,11 @@ class Call:
         return f"<Call to {self.origin}: {state}{', paused' * self._paused}>"
 
     def hold(self, for_s: float) -> None:
-        """Start after this time, or at :meth:`let_go`."""
+        """Start after ``for_s`` seconds, or at :meth:`let_go`."""
         self._held = self._pool.loop.call_later(for_s, self.let_go)
 
     def let_go(self) -> None:
-        """Start now if it was held."""
+        """Start now if the call was held."""
         if self._held is not None:
             self._held.cancel()
             self._held = None
@@ -97,7 +98,8 @@ class Call:
 
     @property
     def over(self) -> bool:
-        """No further callback will come: it was answered, lost or cancelled."""
+        """Whether the response is complete, lost or cancelled, so that no further callback will
+        come."""
         return self.receiver is None
 
     def set_paused(self, paused: bool) -> None:
@@ -145,7 +147,7 @@ class Call:
     # Called by the connection.
 
     def completed(self) -> None:
-        """Handle the end of the response."""
+        """Report the end of the response to the receiver."""
         self._connection = None
         receiver, self.receiver = self.receiver, None
         if receiver is None:
@@ -157,8 +159,9 @@ class Call:
             receiver.failed(UpstreamError("protocol", f"unusable response: {error}"))
 
     def lost(self, kind: FailureKind, detail: str, *, silent: bool) -> None:
-        """Handle the loss of the connection. If no byte of the response came (``silent``) and the
-        engine had just closed an idle connection, it is replaced once."""
+        """Handle the loss of the connection. If it was a reused one, and was lost soon after
+        sending and without a byte of the response (``silent``), the engine had just closed it as
+        idle: send once more on a new one."""
         self._connection = None
         fresh = time.monotonic() - self._sent_s < self._pool.replay_within_s
         if silent and fresh and self._replayable and self.receiver is not None:
@@ -192,7 +195,8 @@ class Pool:
         *,
         after_s: float = 0.0,
     ) -> Call:
-        """Send a request (``head`` plus body pieces) to ``origin``, a normalised worker URL."""
+        """Send a request (head and body pieces) to ``origin``, a normalised worker URL, after
+        ``after_s`` seconds."""
         call = Call(self, origin, payload, receiver)
         if after_s > 0:
             call.hold(after_s)
@@ -235,8 +239,8 @@ class Pool:
             idle.remove(connection)
 
     async def connect(self, origin: str) -> Connection:
-        """Connect to the first address of the host that accepts. Raises: OSError (also
-        TimeoutError)."""
+        """Return a connection to the first address of the host that accepts one. Raises: OSError
+        (also TimeoutError), no address accepted in time."""
         scheme, host, port = split_worker_url(origin)
         tls = (self._tls, host) if scheme == "https" else (None, None)
         async with asyncio.timeout(self.connect_timeout_s):
@@ -260,7 +264,8 @@ class Pool:
 
     @cached_property
     def _tls(self) -> ssl.SSLContext:
-        """TLS context, created once because loading the system's CAs takes milliseconds."""
+        """TLS context for ``https`` workers, created once because loading the system's CAs takes
+        milliseconds."""
         return self.ssl_context or ssl.create_default_context()
 
     async def _resolve(self, host: str, port: int) -> list[str]:
@@ -276,9 +281,9 @@ class Pool:
 async def fetch(
     pool: Pool, origin: str, path: str, headers: bytes, limit_s: float, *, body: bytes | None = None
 ) -> tuple[int, bytes]:
-    """Fetch a small response: status and body. The method is ``POST`` with a ``body``, else
-    ``GET``. Raises: UpstreamError, there was no response, or it exceeds ``MAX_ANSWER_BYTES``;
-    TimeoutError, it took over ``limit_s``."""
+    """Send a request and return status and body of its small response. The method is ``POST`` with
+    a ``body``, else ``GET``. Raises: UpstreamError, there was no response, or it exceeds
+    ``MAX_ANSWER_BYTES``; TimeoutError, it took over ``limit_s``."""
     answer = _Whole(pool.loop.create_future())
     head = request_head("POST" if body else "GET", origin, path, headers, len(body or b""))
     # Omit an empty piece: asyncio of Python 3.12 would loop forever on it.
@@ -314,7 +319,8 @@ class _Whole:
 
 
 def request_head(method: str, origin: str, path: str, headers: bytes, content_length: int) -> bytes:
-    """Return the request line and headers; ``headers`` are complete lines, each ending in CRLF."""
+    """Return the request line and headers with the final empty line; ``headers`` are complete
+    lines, each ending in CRLF."""
     return request_lines(method, origin, path, content_length) + headers + b"\r\n"
 
 
@@ -326,7 +332,8 @@ def request_lines(method: str, origin: str, path: str, content_length: int) -> b
 
 @lru_cache(maxsize=1024)
 def _same_lines(method: str, origin: str, path: str) -> bytes:
-    """Return the lines that all requests to an endpoint of a worker have in common."""
+    """Return the request line and headers that all requests to one endpoint of a worker share
+    (cached)."""
     _, host, port = split_worker_url(origin)
     return (
         f"{method} {path} HTTP/1.1\r\nhost: {bracketed(host)}:{port}\r\n"

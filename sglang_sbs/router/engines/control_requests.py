@@ -14,11 +14,11 @@ _SHORT_BYTES = 1 << 20
 
 
 class AnswerTooLong(aiohttp.ClientError):
-    """The engine's response exceeds the limit."""
+    """The engine's response exceeds the size limit of :func:`ask`."""
 
 
 def engine_session(connector: aiohttp.BaseConnector) -> aiohttp.ClientSession:
-    """Open a session for :func:`ask`, without decompression and cookies."""
+    """Open a session for :func:`ask`. It neither decompresses responses nor keeps cookies."""
     return aiohttp.ClientSession(
         connector=connector,
         headers={"Accept-Encoding": "identity"},
@@ -41,8 +41,8 @@ async def ask(
     most_bytes: int = MAX_ANSWER_BYTES,
 ) -> tuple[int, bytes]:
     """Send a request and return status and body; redirects are returned, not followed. ``key`` is a
-    bearer token, ``data`` a body that replaces ``json``. Raises: aiohttp.ClientError, there was no
-    response, or it exceeds ``most_bytes``; OSError, likewise; TimeoutError, it took over
+    bearer token, ``data`` a body that replaces ``json``. Raises: aiohttp.ClientError or OSError,
+    there was no response, or it exceeds ``most_bytes``; TimeoutError, it took over
     ``timeout_s``."""
     if key:
         headers = {**(headers or {}), "Authorization": f"Bearer {key}"}

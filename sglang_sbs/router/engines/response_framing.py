@@ -6,7 +6,7 @@ from __future__ import annotations
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Limit on a head, and on trailers and chunk extensions."""
+"""Limit on the head of a response, and on trailers and chunk extensions."""
 _INTERIM = (100, 102, 103)
 """Interim statuses, which are followed by another head."""
 _NO_BODY = (204, 304)
@@ -14,7 +14,7 @@ _READ = {
     name.encode(): name
     for name in ("content-type", "content-length", "content-encoding", "transfer-encoding")
 }
-"""Headers that are kept, by their bytes; all others are skipped unread."""
+"""Names of the headers that are kept, by their bytes; all others are skipped unread."""
 
 
 class MalformedResponse(ValueError):
@@ -38,18 +38,18 @@ class ResponseReader:
     def begin(self) -> None:
         """Prepare for the next response."""
         self.status = 0
-        """Status, once the head is complete; interim responses (1xx) are skipped."""
+        """HTTP status once the head is complete, 0 before; interim responses (1xx) are skipped."""
         self.headers: dict[str, str] = {}
         """Values of the headers in ``_READ``; those of repeated headers are joined by commas."""
         self.keep_alive = False
         self.until_eof = False
-        """Without chunks or a length, the body ends with the connection."""
+        """The response has neither chunks nor a length, so its body ends with the connection."""
         self.surplus = False
         """Bytes followed the end of the response, so the connection must not be reused."""
         self._end: int | None = None
-        """Number of pieces at the end of the response."""
+        """Number of pieces of body when the response ended; ``None`` before its end."""
         self._bare_bytes = 0
-        """Bytes received since the last piece of body."""
+        """Bytes received since the last piece of body: head, trailers or chunk extensions."""
 
     def close(self) -> None:
         """Drop the parser, whose reference to this reader would otherwise need garbage
@@ -63,8 +63,8 @@ class ResponseReader:
         return self._end is not None
 
     def feed(self, data: bytes) -> bytes:
-        """Return the body in ``data``; a response may be split anywhere. Raises:
-        MalformedResponse."""
+        """Return the part of the body in ``data``, without its framing. Raises: MalformedResponse,
+        ``data`` is not part of a valid response."""
         assert self._parser is not None
         try:
             self._parser.feed_data(data)

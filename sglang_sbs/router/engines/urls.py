@@ -1,4 +1,4 @@
-"""Normalises worker URLs, and compares the hosts they mean. Names are never resolved here."""
+"""Normalises worker URLs and compares their hosts. Names are never resolved here."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def bracketed(host: str) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether an address means the local machine."""
+    """Return whether a host is a loopback address or ``localhost``."""
     try:
         return ip_address(host).is_loopback
     except ValueError:
@@ -60,6 +60,7 @@ def is_loopback(host: str) -> bool:
 
 
 def alias_key(url: str) -> tuple[str, int]:
-    """Return host and port, with all loopback names made equal."""
+    """Return host and port by which URLs of the same worker compare equal: all loopback and
+    wildcard hosts become ``127.0.0.1``."""
     _, host, port = split_worker_url(url)
     return ("127.0.0.1" if host in _LOOPBACK else host, port)

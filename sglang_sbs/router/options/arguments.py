@@ -77,8 +77,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def build_parser(prog: str | None = None) -> argparse.ArgumentParser:
-    """Build the parser with both spellings of each flag; the second is hidden from ``--help``.
-    ``format_help()`` returns the text of ``--help-all``."""
+    """Build the router's parser. It accepts each flag as ``--x`` and, hidden from ``--help``, as
+    ``--router-x``. ``format_help()`` returns the text of ``--help-all``."""
     parser = _bare_parser(prog)
     add = parser.add_argument
     add("-h", "--help", action=_ShortHelp, nargs=0, help="show the most important flags")
@@ -146,9 +146,9 @@ def _bare_parser(prog: str | None) -> argparse.ArgumentParser:
 def add_flags(
     parser: argparse.ArgumentParser, prefix: str | None = None, without: Container[str] = ()
 ) -> None:
-    """Add the flags to the router's own parser (no ``prefix``) or to another program's. The
-    router's parser accepts both spellings. Another parser gets only ``--{prefix}x`` and argparse's
-    own ``dest``."""
+    """Add the router's flags to a parser, except those in ``without``. The router's own parser (no
+    ``prefix``) accepts ``--x`` and ``--router-x``. Another program's gets only ``--{prefix}x``,
+    with argparse's own ``dest``."""
     own = prefix is None
     defaults = _field_defaults()
     for title, options in GROUPS.items():

@@ -13,7 +13,8 @@ from typing import Literal
 from sglang_sbs.scheduling.events import InstanceRole
 
 PrefixWish = Literal["auto", "events", "approximate", "off"]
-"""``auto`` uses events from instances that publish them, else ``approximate``."""
+"""Where the router learns cached prefixes. ``auto`` uses events from instances that publish them,
+else ``approximate``."""
 MAX_PAYLOAD_BYTES = 32 << 20
 MAX_BODIES_BYTES = 512 << 20
 """Lower bound of the default of ``--sbs-max-bodies-size``."""
@@ -24,8 +25,9 @@ _MEMORY_LIMITS = (
 
 
 def default_bodies_bytes(limits: Sequence[Path] = _MEMORY_LIMITS) -> int:
-    """Return a quarter of the memory of the machine or of its control group (files in ``limits``).
-    Bodies are held until their responses end, and many long prompts can be in flight at once."""
+    """Return a quarter of the memory of the machine or of its control group (files in ``limits``),
+    at least ``MAX_BODIES_BYTES``. Bodies are held until their responses end, and many long prompts
+    can be in flight at once."""
     found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for path in limits:
         with contextlib.suppress(OSError, ValueError):
@@ -35,10 +37,11 @@ def default_bodies_bytes(limits: Sequence[Path] = _MEMORY_LIMITS) -> int:
 
 @dataclass(frozen=True)
 class ClientPace:
-    """How slow a client may be."""
+    """How slowly a client may send a request and read its response, before it is disconnected."""
 
     grace_s: float = 30.0
-    """Time for a body before its pace counts, and for the first request head of a connection."""
+    """Time that a client has for the first request head of a connection, and for a body in addition
+    to its time at the minimum pace."""
     finish_s: float = 60.0
     """Time that a client which stopped reading has to take the rest of a finished response, or to
     resume a paused stream. Its request occupies a decode rank meanwhile."""
@@ -59,28 +62,31 @@ class RelayConfig:
     max_payload_bytes: int = MAX_PAYLOAD_BYTES
     max_bodies_bytes: int = MAX_BODIES_BYTES
     max_samples: int = 10
-    """Largest ``n``; sglang_router has the same default."""
+    """Largest ``n`` (samples per prompt) of a request; sglang_router has the same default."""
     max_units: int = 1024
     """Largest number of prompts times samples in one client request."""
     gang_gate: bool = False
-    """Engines may wait a moment for the other requests of a batch."""
+    """Engines may wait a moment for the other requests of a batch (``--sbs-gang-gate on``)."""
     low_priority_values_first: bool = False
     """A smaller number in a request body means a higher priority."""
     transfer_timeout_s: float = 30.0
     """Longest time that an engine may still write KV of a request that prefill abandoned."""
     least_to_refuse_s: float = 0.05
-    """After a refusal by prefill, the next attempt waits at least this long for another one ..."""
+    """Shortest time for which the attempt after a refusal by prefill waits for another refusal
+    before decode gets its request."""
     most_to_refuse_s: float = 1.0
-    """... and at most this long, before it sends decode its request."""
+    """Longest time for which the attempt after a refusal by prefill waits for another refusal
+    before decode gets its request."""
     last_chance_s: float = 5.0
-    """Time without a byte after which a stream of a lost worker is ended."""
+    """Time without a byte after which the stream of a worker that was lost is ended."""
     count_tokens_s: float = 30.0
-    """Time limit for an engine that counts the tokens of a body."""
+    """Time limit for an engine to count the tokens of a body (``/v1/messages/count_tokens``)."""
     pace: ClientPace = USUAL_PACE
 
     @property
     def max_legs_bytes(self) -> int:
-        """Limit on the bodies sent to all engines of one role for one client request."""
+        """Limit in bytes on all request bodies sent to engines of one role for one client
+        request."""
         return 4 * self.max_payload_bytes
 
 
@@ -91,7 +97,7 @@ class BreakerConfig:
     success_threshold: int = 3
     timeout_s: float = 60
     window_s: float = 120
-    """Failures further apart than this are not consecutive."""
+    """A worker's failures further apart than this do not count as consecutive."""
 
 
 @dataclass(frozen=True)
@@ -104,31 +110,31 @@ class MonitorConfig:
     failure_threshold: int = 3
     success_threshold: int = 2
     health_endpoint: str | None = None
-    """The user's path; ``None`` selects a check that runs no forward pass."""
+    """Path of ``--health-check-endpoint``; ``None`` selects a check that runs no forward pass."""
     load_poll_interval_s: float | None = 0.075
-    """``None``: no polls."""
+    """Interval of load polls; ``None``: no polls."""
     doubt_timeout_s: float = 2.0
-    """Time limit of a probe in doubt; a healthy worker answers within milliseconds."""
+    """Time limit of a probe of a worker in doubt; a healthy worker answers within milliseconds."""
     fast_s: float = 1.0
     """Interval between probes of a worker that is down or in doubt."""
     nodes_report_s: float = 2.5
     """Longest wait for the reports of ranks on other nodes. It is longer than two heartbeats of the
     plugin, but shorter than a starting scheduler waits for workers."""
     tokenizers_every_s: float = 1.0
-    """Interval of looking for engines whose tokenizer was not compared yet."""
+    """Interval of checks for engines whose tokenizer was not compared with the router's yet."""
     tokenizers_again_s: float = 10.0
-    """Time until an engine that did not answer that comparison is asked again."""
+    """Time until an engine that did not answer the comparison of tokenizers is asked again."""
     quiet_s: float = 2.0
-    """An engine that was silent for this long is asked whether it still runs."""
+    """Silence after which an engine is asked whether it still runs."""
     recheck_every_s: float = 5.0
     """Shortest interval between reads of ``/server_info`` of a healthy worker."""
     api_key: str | None = None
 
 
 BOOTSTRAP_PORT_ANNOTATION = "sglang.ai/bootstrap-port"
-"""Annotation of prefill pods; the engine is asked for its port if it is missing."""
+"""Annotation of prefill pods with their bootstrap port; if it is missing, the engine is asked."""
 LWS_WORKER_INDEX = "leaderworkerset.sigs.k8s.io/worker-index"
-"""Label that LeaderWorkerSet puts on each pod of a group; the leader has 0."""
+"""Label with the number that LeaderWorkerSet gives each pod of a group; the leader has 0."""
 _LABEL_KEY = re.compile(
     r"([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 )
@@ -152,8 +158,9 @@ class DiscoveryConfig:
 
 
 def parse_selector(words: Sequence[str]) -> str:
-    """Parse ``["app=sglang", "role=leader"]``, or the same in one word with spaces or commas.
-    Raises: ValueError, a word is not a valid label."""
+    """Return a Kubernetes label selector, ``app=sglang,role=leader``, from
+    ``["app=sglang", "role=leader"]`` or one word with spaces or commas. Raises: ValueError, a word
+    is not KEY=VALUE, or a key has two values."""
     labels: dict[str, str] = {}
     for item in re.split(r"[\s,]+", " ".join(words).strip()):
         key, equals, value = item.partition("=")
@@ -166,7 +173,7 @@ def parse_selector(words: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class AccessLog:
-    """Selects which responses are logged."""
+    """Selects which responses the access log contains; errors are always logged."""
 
     successes: bool = True
     slow_s: float | None = None
@@ -179,7 +186,8 @@ class AccessLog:
 
 
 def parse_access_log(text: str) -> AccessLog:
-    """Parse ``all``, ``errors``, or ``slow:`` and a time in s or ms. Raises: ValueError."""
+    """Parse ``all``, ``errors``, or ``slow:`` and a time in s or ms. Raises: ValueError, none of
+    these."""
     if text in ("all", "errors"):
         return AccessLog(successes=text == "all")
     found = re.fullmatch(r"slow:([0-9]{1,9}(?:\.[0-9]{1,6})?)(ms|s)", text)

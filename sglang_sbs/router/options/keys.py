@@ -21,7 +21,7 @@ class Principal:
 
 @dataclass(frozen=True, slots=True)
 class ControlKey(Principal):
-    """One key of ``--control-plane-api-keys``."""
+    """One key of ``--control-plane-api-keys``, and its owner."""
 
     key: str = field(repr=False)
 
@@ -39,7 +39,8 @@ def parse_control_key(text: str) -> ControlKey:
 
 
 def parse_control_keys(texts: Sequence[str]) -> tuple[ControlKey, ...]:
-    """Parse all keys. Raises: ValueError, as above, or two keys have the same id."""
+    """Parse all keys, each ``ID:NAME:ROLE:KEY``. Raises: ValueError, one has the wrong form, or two
+    have the same id."""
     found: dict[str, ControlKey] = {}
     for key in map(parse_control_key, texts):
         if found.setdefault(key.id, key) is not key:
@@ -76,12 +77,13 @@ class JwtConfig:
     audience: str
     jwks_uri: str | None = None
     roles: Mapping[str, Role] = field(default_factory=dict)
-    """Role by the provider's role name; empty expects ``admin`` and ``user`` themselves."""
+    """The router's role by the provider's role name. Empty: tokens name ``admin`` and ``user``
+    themselves."""
 
 
 def check_provider_url(url: str) -> str:
-    """Return the URL if signing keys can be fetched from it safely.
-    Raises: ValueError, the connection could be intercepted and the keys replaced."""
+    """Return ``url`` if signing keys can be fetched from it safely. Raises: ValueError, the
+    connection could be intercepted and the keys replaced."""
     parts = urlsplit(url)
     here = parts.scheme == "http" and parts.hostname in _LOOPBACK
     if here or (parts.scheme == "https" and parts.hostname):
@@ -90,7 +92,8 @@ def check_provider_url(url: str) -> str:
 
 
 def parse_roles(texts: Sequence[str]) -> dict[str, Role]:
-    """Parse items of the form ``PROVIDER_ROLE=admin`` or ``=user``. Raises: ValueError."""
+    """Return roles by the provider's names from items ``PROVIDER_ROLE=admin`` or
+    ``PROVIDER_ROLE=user``. Raises: ValueError, an item has another form."""
     roles: dict[str, Role] = {}
     for text in texts:
         name, _, written = text.rpartition("=")

@@ -11,15 +11,15 @@ from functools import partial
 from typing import Any, TypeVar
 
 _METAVARS = {"ms": "MS", "secs": "SECONDS", "host": "HOST", "port": "PORT", "policy": "POLICY"}
-"""Metavar by the last word of the flag."""
+"""Placeholder of a flag's value in the help, by the last word of the flag."""
 _T = TypeVar("_T")
 _V = TypeVar("_V")
 OF_ITS_FIELD: Any = object()
-"""Marks a flag whose default is the default of its field."""
+"""Default of a flag that takes its default from its option field."""
 
 
 def switch(text: str) -> bool:
-    """Marks a flag that takes no value. It is never called."""
+    """Mark a flag, as its ``type``, that takes no value. Never called."""
     raise AssertionError(text)
 
 
@@ -33,24 +33,25 @@ class Option:
     type: Callable[[str], Any] | tuple[str, ...]
     """Parser of the value (or :func:`switch`), or the allowed values."""
     help: str = ""
-    """Help text; empty hides the flag."""
+    """Help text; empty hides the flag from every help."""
     default: Any = OF_ITS_FIELD
     nargs: str | int | None = None
     metavar: str | tuple[str, ...] | None = None
     repeated: bool = False
     """The flag can be repeated."""
     per_s: int = 1
-    """Units of the flag per second, as the field is in seconds."""
+    """Number of the flag's units in a second, e.g. 1000 for ms; the field is in seconds."""
     read: Callable[[Any], Any] | None = None
-    """Converts the parsed value to the field's value. Raises: ValueError."""
+    """Converts the parsed value to the field's value; ``None``: they are the same. Raises:
+    ValueError, the value is invalid."""
     internal: bool = False
-    """Only processes of the router pass this flag to each other."""
+    """The flag is passed only between processes of the router."""
     former: str = ""
-    """Former name, still accepted."""
+    """Former name of the flag, still accepted."""
     why_renamed: str = ""
-    """Warning for users of the former name; empty if no warning is needed."""
+    """Reason for the new name, logged when the former one is used; empty: no warning."""
     completes: Callable[[], Iterable[str]] | None = None
-    """Values for shell completion if the flag has no fixed choices."""
+    """Returns values for shell completion if the flag has no fixed choices."""
     hidden: bool = False
     """Hidden from ``--help-all`` because it has no effect with the default policy."""
 
@@ -59,14 +60,16 @@ class Option:
         return self.flag.replace("-", "_")
 
     def value_in(self, args: argparse.Namespace) -> Any:
-        """Return the field's value. Raises: ValueError, naming the flag."""
+        """Return the value of the flag's field from parsed arguments. Raises: ValueError, naming
+        the flag."""
         value = getattr(args, self.dest)
         if self.per_s != 1:
             return value / self.per_s
         return value if self.read is None else read(f"--{self.flag}", self.read, value)
 
     def arguments(self, default: Any) -> dict[str, Any]:
-        """Return the arguments for argparse; ``default`` is the default of the field."""
+        """Return keyword arguments for ``add_argument``; ``default`` is the default of the
+        field."""
         shown = bool(self.help) and not self.hidden
         found: dict[str, Any] = {"help": self.help if shown else argparse.SUPPRESS}
         if self.type is switch:
@@ -91,7 +94,8 @@ class Option:
 
 
 def read(flag: str, parse: Callable[[_V], _T], value: _V, colon: str = ": ") -> _T:
-    """Parse a flag's value. Raises: ValueError, naming the flag."""
+    """Return ``parse(value)``. Raises: ValueError, with the flag before the message of
+    ``parse``."""
     try:
         return parse(value)
     except ValueError as error:
@@ -99,7 +103,8 @@ def read(flag: str, parse: Callable[[_V], _T], value: _V, colon: str = ": ") -> 
 
 
 def prefill_of(entry: Sequence[str]) -> tuple[str, int | None]:
-    """Return URL and bootstrap port of one ``--prefill``. Raises: ValueError."""
+    """Return URL and bootstrap port (``None`` if absent or ``none``) of one ``--prefill``. Raises:
+    ValueError, too many words or an invalid port."""
     if len(entry) > 2:
         how = "one URL and one port per --prefill; repeat the flag for further instances"
         raise ValueError(f"{' '.join(entry)}: {how}")

@@ -29,12 +29,12 @@ _TAKEN = frozenset({"authorization", "content-length", "content-type", "host", "
 
 def parse_flags(argv: Sequence[str], prog: str | None = None) -> RouterOptions:
     """Parse a command line (without the program name), with environment and configuration file.
-    Raises: as :func:`read_flags`."""
+    Raises: FlagError, SystemExit, as :func:`read_flags`."""
     return read_flags(argv, prog)[0]
 
 
 def read_flags(argv: Sequence[str], prog: str | None = None) -> tuple[RouterOptions, Sourced]:
-    """Parse as :func:`parse_flags` does, and also return the source of each flag's value.
+    """Return the options as :func:`parse_flags` does, and each flag's value with its source.
     Raises: FlagError, naming the flag and what to write instead; SystemExit, after ``--help``."""
     parser = build_parser(prog)
     try:
@@ -64,7 +64,8 @@ def _key_files(args: argparse.Namespace) -> list[Path | None]:
 
 
 def _take_keys(args: argparse.Namespace) -> None:
-    """Read keys from files where the flags themselves are missing. Raises: ValueError."""
+    """Replace key flags that are missing by the keys in their files, in ``args``. Raises:
+    ValueError, a file is unusable or both are given."""
     for flag, path in zip(("api-key", "admin-api-key"), _key_files(args), strict=False):
         name = flag.replace("-", "_")
         given = getattr(args, name)
@@ -77,7 +78,8 @@ def _take_keys(args: argparse.Namespace) -> None:
 
 
 def _options_of(args: argparse.Namespace, former: Sequence[str]) -> RouterOptions:
-    """Check what argparse cannot check. Raises: ValueError."""
+    """Return the options, after the checks that argparse cannot make. ``former``: warnings about
+    former names. Raises: ValueError, naming the flag."""
     warnings = list(former)
     warnings += [
         f"--{name} has no effect here: {why}"
@@ -125,7 +127,8 @@ def _options_of(args: argparse.Namespace, former: Sequence[str]) -> RouterOption
 
 
 def _fields(args: argparse.Namespace) -> defaultdict[str, dict[str, Any]]:
-    """Values from the table by part of the options (``""`` for top-level fields) and field name."""
+    """Return values of option fields by part of :class:`RouterOptions` (empty for top-level fields)
+    and field name."""
     found: defaultdict[str, dict[str, Any]] = defaultdict(dict)
     for option in chain(*GROUPS.values()):
         for path in option.fields.split():
@@ -199,7 +202,8 @@ def _policy(name: str, warnings: list[str]) -> Policy:
 
 
 def _tenant_header(args: argparse.Namespace, warnings: list[str]) -> str | None:
-    """Return the header's name in lower case. Raises: ValueError."""
+    """Return the name of the tenant header in lower case; ``None`` without one. Raises: ValueError,
+    it is not a usable header."""
     name = args.sbs_tenant_header
     if name is None:
         if args.sbs_tenant_weights is not None and args.sbs_role != "scheduler":
@@ -213,8 +217,8 @@ def _tenant_header(args: argparse.Namespace, warnings: list[str]) -> str | None:
 
 
 def _discovery(args: argparse.Namespace, warnings: list[str]) -> config.DiscoveryConfig | None:
-    """Return the discovery settings; ``None`` without ``--service-discovery``. Raises:
-    ValueError."""
+    """Return the discovery settings; ``None`` without ``--service-discovery``. Raises: ValueError,
+    a selector is missing or invalid, or the client is not installed."""
     given = {"prefill": args.prefill_selector, "decode": args.decode_selector}
     selectors = {
         role: read(f"--{role}-selector", config.parse_selector, words) if words else ""
@@ -241,7 +245,8 @@ def _discovery(args: argparse.Namespace, warnings: list[str]) -> config.Discover
 
 
 def _jwt(args: argparse.Namespace) -> keys.JwtConfig | None:
-    """Return the JWT settings; ``None`` without JWT flags. Raises: ValueError."""
+    """Return the JWT settings; ``None`` without JWT flags. Raises: ValueError, a flag is missing or
+    invalid, or the library is not installed."""
     issuer, audience, jwks_uri = args.jwt_issuer, args.jwt_audience, args.jwt_jwks_uri
     if not (issuer or audience or jwks_uri or args.jwt_role_mapping):
         return None

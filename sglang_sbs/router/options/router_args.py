@@ -21,7 +21,7 @@ _FIELD_OF_FLAG = {
     "frontends": "workers",
     "sbs_scheduler_key_file": "sbs_key_file",
 }
-"""Fields whose names differ from their flags."""
+"""Field of :class:`RouterArgs` by ``dest`` of its flag, where the two names differ."""
 
 
 def _read_flags() -> dict[str, argparse.Action]:
@@ -34,13 +34,13 @@ def _read_flags() -> dict[str, argparse.Action]:
 
 
 _FLAGS = _read_flags()
-"""Flag of each field."""
+"""The flag, as an action of argparse, of each field of :class:`RouterArgs`."""
 _MAPPINGS = ("selector", "prefill_selector", "decode_selector", "jwt_role_mapping")
 _LISTS = ("worker_urls", "prefill_urls", "decode_urls")
 
 
 def _with_fields(cls: type[RouterArgs]) -> type[RouterArgs]:
-    """Make a dataclass with a field for each flag, whose default is the flag's."""
+    """Turn a class into a dataclass with a field for each flag, whose default is the flag's."""
     for name, action in _FLAGS.items():
         cls.__annotations__[name] = Any
         default = None if action.default is argparse.SUPPRESS else action.default
@@ -76,15 +76,16 @@ class RouterArgs:
         use_router_prefix: bool = False,
         exclude_host_port: bool = False,
     ) -> None:
-        """Add the router's flags to a parser, as ``--router-x`` with ``use_router_prefix``."""
+        """Add the router's flags to a parser, as ``--router-x`` with ``use_router_prefix``.
+        ``exclude_host_port`` omits ``--host`` and ``--port``."""
         prefix = "router-" if use_router_prefix else ""
         add_flags(parser, prefix, without=("host", "port") if exclude_host_port else ())
 
     @classmethod
     def from_cli_args(cls, args: Any, use_router_prefix: bool = False) -> RouterArgs:
-        """Take values from the namespace of a parser that has these flags; ignore other attributes.
-        With ``use_router_prefix`` ``router_x`` comes before ``x``. Raises: FlagError, a value is
-        malformed."""
+        """Create options from the namespace of a parser that has these flags; other attributes are
+        ignored. With ``use_router_prefix``, ``router_x`` takes precedence over ``x``. Raises:
+        FlagError, a value is malformed."""
         given = vars(args)
         values: dict[str, Any] = {}
         for name, action in _FLAGS.items():
@@ -95,7 +96,8 @@ class RouterArgs:
         return cls(**values)
 
     def command_line(self) -> list[str]:
-        """Return the equivalent flags. Raises: FlagError, a field has no matching flag."""
+        """Return the command line with the same values, without defaults. Raises: FlagError, a
+        field has no matching flag."""
         if self.bootstrap_port_annotation != BOOTSTRAP_PORT_ANNOTATION:
             raise FlagError(
                 f"bootstrap_port_annotation {self.bootstrap_port_annotation!r}: pods are annotated "
@@ -122,7 +124,8 @@ class RouterArgs:
 
 
 def _value(name: str, raw: Any) -> Any:
-    """Convert a value parsed by argparse to the field's value. Raises: FlagError."""
+    """Convert a value parsed by argparse to the type of the field. Raises: FlagError, it is
+    malformed."""
     read: dict[str, Callable[[Any], Any]] = {
         "prefill_urls": lambda entries: list(map(prefill_of, entries)),
         "decode_urls": lambda entries: [url for (url,) in entries],

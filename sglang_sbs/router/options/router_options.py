@@ -23,16 +23,17 @@ class RouterOptions:
     """All settings of the router. Times are in seconds."""
 
     prefill: tuple[tuple[str, int | None], ...]
-    """URL and bootstrap port of each instance."""
+    """URL and bootstrap port of each prefill instance; ``None``: no bootstrap port was given."""
     decode: tuple[str, ...]
     scheduler: SchedulerConfig
     relay: config.RelayConfig
     breaker: config.BreakerConfig
     monitor: config.MonitorConfig
     discovery: config.DiscoveryConfig | None = None
-    """Settings for workers found as Kubernetes pods."""
+    """Settings for finding workers as Kubernetes pods; ``None``: they are not looked for."""
     starts_empty: bool = False
-    """``--pd-disaggregation`` without workers: ``POST /workers`` adds them later."""
+    """``--pd-disaggregation`` is given without workers, because ``POST /workers`` adds them
+    later."""
     host: str = "0.0.0.0"
     port: int = 30000
     prometheus_host: str = "0.0.0.0"
@@ -41,14 +42,15 @@ class RouterOptions:
     endforward_bind: str | None = "tcp://0.0.0.0:7600"
     event_log: Path | None = None
     trial: TrialSpec | None = None
-    """Trial that begins with the first request."""
+    """Trial of ``--sbs-trial``, which begins with the first request."""
     tokenizer_path: Path | None = None
     chat_template: Path | None = None
     prefix_source: config.PrefixWish = "auto"
-    """Source of cached prefixes; ``auto`` uses events from instances that publish them."""
+    """Where the router learns cached prefixes; ``auto`` uses events from instances that publish
+    them."""
     forward_token_ids: ForwardTokenIds = "auto"
     tenant_header: str | None = None
-    """Name of the header, in lower case."""
+    """Header, in lower case, that names a request's tenant; ``None``: requests have no tenants."""
     api_key: str | None = None
     admin_api_key: str | None = None
     control_plane_keys: tuple[ControlKey, ...] = ()
@@ -59,7 +61,7 @@ class RouterOptions:
     queue_size: int = 100
     queue_timeout_s: float = 60
     rate_limit_per_s: float = 0.0
-    """Tokens added per second; 0 leaves a plain limit on concurrent requests."""
+    """Refill of the token bucket per second; 0: ``max_concurrent_requests`` is a plain limit."""
     max_payload_bytes: int = config.MAX_PAYLOAD_BYTES
     shutdown_grace_s: float = 180
     request_id_headers: tuple[str, ...] = REQUEST_ID_HEADERS
@@ -69,7 +71,7 @@ class RouterOptions:
     log_json: bool = False
     access_log: config.AccessLog = field(default_factory=config.AccessLog)
     otlp_endpoint: str | None = None
-    """OTLP collector; ``None`` disables tracing."""
+    """Endpoint of the OTLP collector; ``None`` disables tracing."""
     tls_cert_path: Path | None = None
     tls_key_path: Path | None = None
     client_cert_path: Path | None = None
@@ -81,9 +83,9 @@ class RouterOptions:
     endforward_keys: CurveKeys | None = None
     take_over: bool = False
     parent_fd: int | None = None
-    """Socket to the supervisor, in child processes."""
+    """Descriptor of the socket to the supervisor, in child processes."""
     listen_fds: tuple[int, ...] = ()
-    """Listening sockets inherited from the supervisor."""
+    """Descriptors of listening sockets inherited from the supervisor."""
     warnings: tuple[str, ...] = ()
     """Warnings to log once logging is set up."""
 
@@ -92,16 +94,18 @@ class RouterOptions:
         return self.several.role
 
     def names_blocks(self, policy: str) -> bool:
-        """Return whether that policy uses prefix matches."""
+        """Return whether ``policy`` uses cached prefixes, so that prompts are divided into named
+        blocks."""
         return self.prefix_source != "off" and reads_prefixes(policy)
 
     def sends_gangs(self, policy: str) -> bool:
-        """Return whether engines learn under that policy which requests form a batch."""
+        """Return whether requests describe their batch to engines under ``policy``
+        (``--sbs-gang-gate on``)."""
         return policy == "sbs" and self.relay.gang_gate
 
     @property
     def roles_without_workers(self) -> list[str]:
-        """Roles that have no instance and can get none."""
+        """Roles (``prefill``, ``decode``) that have no instance and can get none later."""
         found = self.discovery or config.DiscoveryConfig()
         prefill = self.prefill or found.prefill_selector or self.starts_empty
         decode = self.decode or found.decode_selector or self.starts_empty
@@ -114,7 +118,7 @@ class RouterOptions:
     def shown(self, policy: str = "") -> dict[str, Any]:
         """Return the enabled features for ``sbs_options`` in ``GET /server_info``, which the doctor
         reads. Never includes a key, a path or an address. Fields are only added, because the doctor
-        may be of another release. ``policy`` is the one in force if it differs from the flag."""
+        may be of another release. ``policy``: the one in force; empty: that of the flag."""
         policy = policy or self.scheduler.policy
         return {
             "policy": policy,

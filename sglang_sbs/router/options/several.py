@@ -22,30 +22,31 @@ _HOW = "write tcp://HOST:PORT, e.g. tcp://10.0.0.1:7700"
 
 @dataclass(frozen=True, slots=True)
 class SeveralProcesses:
-    """Role and addresses of one process; the default is a router in one process."""
+    """Role of one process of a router, and addresses of the others; the default is a router in one
+    process."""
 
     role: Role = "router"
     schedulers: tuple[str, ...] = ()
-    """Scheduler addresses in order of preference, for front ends and, without an election,
-    schedulers."""
+    """Addresses of all schedulers in order of preference. Only front ends and schedulers without an
+    election have them."""
     listen: str | None = None
     """Address at which this scheduler accepts front ends."""
     advertise: str = ""
-    """Address by which others reach this scheduler; empty if none needs it."""
+    """Address by which front ends and other schedulers reach this one; empty if none needs it."""
     election: tuple[str, ElectionTimes] | None = None
-    """URL of the lock, and the times of the election."""
+    """URL of the lock (``--sbs-election``), and the times of the election."""
     keys: CurveKeys | None = None
 
     @property
     def apart(self) -> bool:
-        """Return whether this front end's schedulers are started separately, perhaps on another
+        """Whether this is a front end whose schedulers are started separately, perhaps on another
         machine."""
         return self.role == "front-end" and not self.schedulers[0].startswith("ipc:")
 
 
 def several_of(args: argparse.Namespace, warnings: list[str]) -> SeveralProcesses:
-    """Read the flags for several processes. Raises: ValueError, naming the flag and what to write
-    instead."""
+    """Return the settings that the flags for several processes make; warnings are appended. Raises:
+    ValueError, naming the flag and what to write instead."""
     role: Role = args.sbs_role
     named = tuple(part.strip() for part in (args.sbs_scheduler or "").split(",") if part.strip())
     if role == "router" and named:

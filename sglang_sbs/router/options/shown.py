@@ -31,7 +31,7 @@ def _lines(given: Sourced) -> Iterator[str]:
 
 
 def _shown(option: Option, value: Any) -> Any:
-    """Return a value in JSON types."""
+    """Return a flag's value in JSON types, with secrets masked."""
     if value in ((), []):
         return None
     if isinstance(value, list | tuple):

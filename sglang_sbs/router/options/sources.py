@@ -25,45 +25,46 @@ _FORMER_VARIABLES = {
     "SGLANG_SBS_CONTROL_PLANE_KEYS": "control-plane-api-keys",
 }
 SECRETS = ("api-key", "admin-api-key", "control-plane-api-keys")
-"""Flags that also exist as ``--x-file``. A source that sets either one overrides both of later
-sources."""
+"""Flags that also exist as ``--x-file``. A source that sets either of the two replaces both from
+sources of lower precedence."""
 _SWITCHES = dict.fromkeys(("1", "true", "yes", "on"), True)
 _SWITCHES |= dict.fromkeys(("0", "false", "no", "off"), False)
 
 
 class Sourced(NamedTuple):
-    """A command line completed from the environment and a file."""
+    """Parsed flags, completed from the environment and the configuration file."""
 
     args: argparse.Namespace
     sources: dict[str, str]
-    """Command line, variable or file by ``dest``; flags with their default are missing."""
+    """Name of each value's source by ``dest``: command line, variable or file. Flags with their
+    default are missing."""
     former: tuple[str, ...]
-    """Warnings about former names in use."""
+    """Warnings about flags given by a former name."""
 
 
 class _Entry(NamedTuple):
     source: str
     where: str
-    """Source with the key or the variable, for error messages."""
+    """Source and its key or variable, for error messages."""
     option: Option
     value: Any
-    """A text, number, list or mapping."""
+    """Value as it is written there: a text, number, boolean, list or mapping."""
 
 
 class _Layer(NamedTuple):
     values: dict[str, Any]
-    """Values by ``dest``."""
+    """Parsed values by ``dest`` of their flags."""
     sources: dict[str, str]
 
 
 def _options() -> dict[str, Option]:
-    """Public options by flag."""
+    """Return all options that users may set, by flag."""
     every = chain(*GROUPS.values())
     return {option.flag: option for option in every if not option.internal}
 
 
 def _variables() -> dict[str, Option]:
-    """Options by environment variable: ``SGLANG_SBS_`` and the flag in capitals. The flag's
+    """Return options by environment variable: ``SGLANG_SBS_`` and the flag in capitals. The flag's
     ``sbs-`` is dropped unless another flag has that name."""
     options = _options()
     found: dict[str, Option] = {}
@@ -146,8 +147,8 @@ def _switched(value: Any) -> bool:
 
 
 def _words(option: Option, value: Any) -> list[str]:
-    """Return a value as words of a command line. Raises: ValueError, the value has the wrong
-    form."""
+    """Return a flag with its value as words of a command line. Raises: ValueError, the value has
+    the wrong form."""
     flag = f"--{option.flag}"
     if option.repeated:
         entries = value if isinstance(value, list) else [value]

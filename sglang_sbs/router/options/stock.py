@@ -50,11 +50,12 @@ REFUSED_FLAGS: dict[str, str] = {
         "[BOOTSTRAP_PORT] and --decode URL"
     )
 }
-"""Flags that would change what is served, so ignoring them would be worse than stopping."""
+"""Why a flag of ``sglang_router`` is rejected, by flag: ignoring it would change what is served."""
 
 NEAREST_POLICY: dict[str, tuple[Policy, str]] = {
     "cache_aware": ("sbs", "it places requests by what each DP rank has cached, and holds them"),
     "manual": ("session", "a conversation (x-smg-routing-key) stays on one DP rank"),
     "bucket": ("least_tokens", "it balances by tokens"),
 }
-"""Closest policy of ours for each stock policy without an equivalent, and why."""
+"""Closest policy of this router, and the reason, for each policy of ``sglang_router`` that it
+lacks."""

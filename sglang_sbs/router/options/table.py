@@ -1,7 +1,7 @@
 """Lists every flag of the router: name, field, type and help, in the order of ``--help``.
 
-Add a flag here and, if it becomes more than a field, check it in :mod:`.options`. Its default is
-that of its field, unless given here."""
+To add a flag, list it here and, if its value is more than a field, check it in :mod:`.options`. Its
+default is that of its field, unless it is given here."""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ from sglang_sbs.router.options.router_options import RouterOptions
 
 
 def server_ssl(options: RouterOptions) -> ssl.SSLContext | None:
-    """Return the context of the serving port; ``None`` for plain HTTP. Raises: ValueError."""
+    """Return the context of the serving port; ``None`` for plain HTTP. Raises: ValueError, the
+    certificate or key is unusable."""
     if options.tls_cert_path is None:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -25,9 +26,8 @@ def server_ssl(options: RouterOptions) -> ssl.SSLContext | None:
 
 
 def worker_ssl(options: RouterOptions) -> ssl.SSLContext | None:
-    """Return the context towards engines; ``None`` for the system's trust store and no client
-    certificate.
-    Raises: ValueError."""
+    """Return the context for connections to engines; ``None`` for the system's trust store and no
+    client certificate. Raises: ValueError, a certificate or key is unusable."""
     if not options.ca_cert_paths and options.client_cert_path is None:
         return None
     context = ssl.create_default_context()
@@ -40,13 +40,15 @@ def worker_ssl(options: RouterOptions) -> ssl.SSLContext | None:
 
 
 def worker_session(options: RouterOptions) -> aiohttp.ClientSession:
-    """Open a client session for control requests to engines. Raises: ValueError."""
+    """Open a client session for control requests to engines. Raises: ValueError, a certificate or
+    key is unusable."""
     tls = worker_ssl(options)
     return engine_session(aiohttp.TCPConnector(limit=0, ssl=tls if tls is not None else True))
 
 
 def _load_pair(context: ssl.SSLContext, kind: str, cert: Path, key: Path | None) -> None:
-    """Load a certificate; without ``key`` the private key is in the certificate's file."""
+    """Load a certificate into a context; without ``key`` the private key is in the certificate's
+    file. ``kind`` is the flags' first word. Raises: ValueError, a file is unusable."""
     for what, path in (("cert", cert), ("key", key)):
         if path is not None:
             with _named(f"--{kind}-{what}-path {path}", ""):
@@ -57,7 +59,8 @@ def _load_pair(context: ssl.SSLContext, kind: str, cert: Path, key: Path | None)
 
 
 def _no_password() -> NoReturn:
-    """Reject encrypted keys. Without this callback OpenSSL prompts at the terminal and blocks."""
+    """Raise ValueError for an encrypted key. Without this callback OpenSSL prompts at the terminal
+    and blocks."""
     raise ValueError("the key has a passphrase: remove it (openssl pkey -in KEY -out PLAIN)")
 
 

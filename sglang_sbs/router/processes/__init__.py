@@ -1,1 +1,1 @@
-"""Runs the router as several processes: front ends, the scheduler process, and their messages."""
+"""The router as several processes: front ends, the scheduler process, and their messages."""

@@ -1,4 +1,4 @@
-"""Matches responses to numbered requests between front end and scheduler."""
+"""Matches responses to numbered messages between front end and scheduler process."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _A = TypeVar("_A")
 
 
 class Calls(Generic[_A]):
-    """Pending requests. Use only from one event loop."""
+    """Messages that wait for their response. Use only from one event loop."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[_A]] = {}
 
     async def ask(self, send: Callable[[_Q], bool], question: _Q, limit_s: float) -> _A | None:
-        """Send a question with ``send`` and return the response; ``None`` if it was not accepted or
-        not answered in time. Raises: RouterError, 503, no response can come any more
-        (:meth:`give_up`)."""
+        """Send ``question`` with ``send``, numbered, and return its response; ``None`` if ``send``
+        failed or no response came within ``limit_s``. Raises: RouterError, 503, the connection was
+        lost meanwhile (:meth:`give_up`)."""
         number = next(self._numbers)
         future: asyncio.Future[_A] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
@@ -40,7 +40,7 @@ class Calls(Generic[_A]):
             del self._waiting[number]
 
     def answered(self, number: int, answer: _A) -> None:
-        """Deliver a response; drop it if its request is over."""
+        """Pass a response to the :meth:`ask` with this number; drop it if that has ended."""
         future = self._waiting.get(number)
         if future is not None and not future.done():
             future.set_result(answer)
@@ -52,6 +52,6 @@ class Calls(Generic[_A]):
 
 
 def no_scheduler() -> RouterError:
-    """Return the error for requests that need the scheduler process."""
+    """Return the error (503) for requests that need the scheduler process while it is away."""
     message = "this front end has no connection to the scheduler process; try again"
     return RouterError(503, "scheduler_unavailable", message, retry_after_s=1.0)

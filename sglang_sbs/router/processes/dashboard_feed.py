@@ -1,4 +1,4 @@
-"""Dashboard frames that a front end gets from a scheduler in another process."""
+"""Dashboard frames for a front end's watchers, from a scheduler in another process."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from sglang_sbs.router.processes.scheduler_link import SchedulerLink
 
 
 class RemoteFeed:
-    """Passes on the scheduler's frames. Without a scheduler they come from this front end's
+    """Passes on the scheduler's frames. Without a scheduler the frames come from this front end's
     fallback, and are marked as such."""
 
     def __init__(self, link: SchedulerLink) -> None:
         self._link = link
         self._watchers: dict[Take, bool] = {}
-        """Whether each watcher has received a history."""
+        """Whether each watcher has received a history, after which it gets single frames."""
         self._own: LocalFeed | None = None
-        """Feed of the fallback, while it is watched."""
+        """Feed of the fallback scheduler while watchers use it."""
         self._stop: Stop = lambda: None
 
     def watch(self, take: Take) -> Stop:
-        """Add a watcher; a history follows."""
+        """Send a history and then every frame to ``take``; return a function that stops it."""
         self._watchers[take] = False
         self._begin()
 
@@ -35,8 +35,8 @@ class RemoteFeed:
         self.scheduler_changed()
 
     def scheduler_changed(self) -> None:
-        """Start over after the scheduler was lost or found, because another one's frames do not
-        match."""
+        """Send all watchers a new history after the scheduler was lost or found, because frames of
+        another scheduler do not continue the old one."""
         own, self._own = self._own, None
         if own is not None:
             own.close()
@@ -45,7 +45,7 @@ class RemoteFeed:
             self._begin()
 
     def _begin(self) -> None:
-        """Request a history, and frames from then on."""
+        """Request a history, then frames: from the fallback if in use, else from the scheduler."""
         pump = self._link.pump
         if pump is None:
             self._link.tell(WatchDashboard(history=True))
@@ -59,7 +59,8 @@ class RemoteFeed:
         self._link.tell(WatchDashboard(ended=True))
 
     def deliver(self, payload: bytes, full: bool) -> None:
-        """Give a history to watchers waiting for one, and frames to all others."""
+        """Pass on a frame: a history (``full``) to watchers that wait for one, any other frame to
+        those that have received theirs."""
         for take, follows in list(self._watchers.items()):
             if take in self._watchers and full != follows:
                 self._watchers[take] = True

@@ -70,7 +70,8 @@ class _Session:
 
 
 class Hub:
-    """Connects the sockets and the scheduler. Use only from one event loop."""
+    """Passes messages between the scheduler and the sessions of front ends, and ends the requests
+    of lost sessions. Use only from one event loop."""
 
     def __init__(
         self,
@@ -90,19 +91,19 @@ class Hub:
             lambda policy: self.pump.submit(events.PolicySwitched(policy=policy))
         )
         self.frames: Callable[[Take], Stop] = lambda take: lambda: None
-        """Starts dashboard frames for a callback."""
+        """Starts to send dashboard frames to a callback; returns a function that stops it."""
         self._times = times or SessionTimes()
         self.foreign = 0
-        """Messages about requests of another session, caused by a defect in a front end."""
+        """Number of messages about requests of another session; a defect in a front end."""
         self.lag = Spread()
-        """Lateness of the ticks."""
+        """Histogram of how late the event loop ran each heartbeat, in seconds."""
         self._registry = members.registry
         self._send = tell
         self._sessions: dict[bytes, _Session] = {}
         self._owners: dict[str, _Session] = {}
         self._pages: dict[str, str] = {}
         self._retired = ""
-        """Counts of former front ends."""
+        """Metrics page with the summed counters of former front ends."""
         self._asked: Calls[_Answer] = Calls()
         self._tasks: set[asyncio.Task[None]] = set()
         self._flushing = False
@@ -130,7 +131,8 @@ class Hub:
         logger.info("this process is now the active scheduler: term %d", term)
 
     def follow(self) -> None:
-        """End the lead: front ends will submit their requests to the next active scheduler."""
+        """Become a standby: end all sessions and drop their requests, which front ends submit to
+        the next active scheduler."""
         logger.warning("this process is no longer active; it is a standby")
         self.trials.close()
         sessions, self._sessions = self._sessions.values(), {}
@@ -147,7 +149,7 @@ class Hub:
 
     @property
     def requests(self) -> int:
-        """Number of requests submitted by front ends and not ended."""
+        """Number of requests that front ends have submitted and that have not ended."""
         return len(self._owners)
 
     @property
@@ -155,19 +157,20 @@ class Hub:
         return self.membership.settled(self._loop.time())
 
     def workers_changed(self) -> None:
-        """Publish the workers to the front ends in this turn of the event loop."""
+        """Send all workers to the front ends at the next turn of the event loop."""
         self._published_s = 0.0
         self._flush_soon()
 
     def find_owner(self, rid: str, role: str) -> str | None:
-        """Return the URL of the engine that got that role's leg, to bind EndForward messages."""
+        """Return the URL of the engine that has the prefill or decode request (``role``) of
+        ``rid``, if any. EndForward of an unknown boot id that names ``rid`` is from that engine."""
         session = self._owners.get(rid)
         placed = session.requests[rid] if session is not None else Placed()
         return (placed.prefill if role == "prefill" else placed.decode) or None
 
     async def metrics_pages(self) -> list[str]:
-        """Return every front end's page, the last known one of those without a response in time,
-        and the counts of former front ends."""
+        """Return the metrics page of every front end (its last known one if it does not respond in
+        time), and a page with the counters of former front ends."""
         asked = (self._ask(session, messages.AskMetrics()) for session in self._sessions.values())
         for session, answer in await asyncio.gather(*asked):
             if isinstance(answer, messages.MetricsPage):
@@ -179,7 +182,7 @@ class Hub:
     async def _ask(
         self, session: _Session, question: messages.AskMetrics | messages.Abort | messages.FindStory
     ) -> tuple[_Session, _Answer | None]:
-        """Ask one front end; ``None`` without a response in time."""
+        """Ask one front end; return its session and the answer, ``None`` if none came in time."""
         tell = partial(self.tell, session.identity)
         answer = await self._asked.ask(tell, question, self._times.answer_s)
         if answer is None:
@@ -295,8 +298,8 @@ class Hub:
         task.add_done_callback(self._tasks.discard)
 
     async def _send_story(self, session: _Session, message: messages.AskStory) -> None:
-        """Send the scheduler's record of a request, completed by the front end that has it if this
-        is another one."""
+        """Answer :class:`~.messages.AskStory` with the scheduler's record of a request. If the
+        asking front end does not know the request, ask all others and include their record."""
         story = Story(attempts=self.pump.attempts(message.rids or [message.name]))
         if not message.rids:
             question = messages.FindStory(name=message.name)
@@ -336,8 +339,8 @@ class Hub:
         return messages.Done(call=message.call, payload=msgspec.json.encode(shown))
 
     def _publish_now(self) -> None:
-        """Publish a change before its response, so that the front end knows it when the client asks
-        again."""
+        """Send the changed workers or policy to all front ends. The answer to the client's change
+        is sent afterwards, so that the client's next query already shows the change."""
         self._published_s = 0.0
         self._flush()
 
@@ -388,7 +391,7 @@ class Hub:
         self._flush_soon()
 
     def failed(self, rid: str) -> None:
-        """Answer a request whose arrival raised an exception in the scheduler."""
+        """Refuse a request whose arrival raised an exception in the scheduler."""
         why = "the scheduler failed on this request; its log has the cause"
         self.on_decided(Refuse(rid=rid, cause="flow_control", retry_after_s=1.0, message=why))
         self.pump.submit(RequestEnded(rid=rid, outcome="failed"))
@@ -400,7 +403,7 @@ class Hub:
         self._tell_all(messages.Silenced(worker=worker.url))
 
     def tell(self, identity: bytes, message: messages.FromScheduler) -> bool:
-        """Send a message with the current term."""
+        """Send a message with the current term; return False if the session's socket is gone."""
         return self._send(identity, msgspec.structs.replace(message, term=self._lead.term))
 
     def _tell_all(self, message: messages.FromScheduler) -> None:
@@ -423,7 +426,8 @@ class Hub:
         )
 
     def _flush(self) -> None:
-        """Send changes of workers first, because a decision may be about a new one."""
+        """Send pending worker changes and decisions to all front ends. Workers go first, because a
+        decision may name a new one. A standby sends nothing."""
         self._flushing = False
         if not self._lead.active:
             return  # a standby sends nothing
@@ -473,13 +477,14 @@ class Hub:
         self._abort(session)
 
     def _retire(self, page: str) -> None:
-        """Keep the lasting counts of a former front end."""
+        """Add the counters of a former front end's last metrics page to those of earlier ones, so
+        that totals do not drop. Gauges are dropped."""
         known = (of_workers(page, self._registry.get) for page in (self._retired, page))
         self._retired = add_pages(known, lasting_only=True)
 
     def _abort(self, *sessions: _Session) -> None:
-        """End all requests of the sessions, waiting ones first: ending a running one would dispatch
-        the next."""
+        """End all requests of the sessions as aborted. Waiting requests end first, because ending a
+        running one would dispatch one of them."""
         owned = [request for session in sessions for request in session.requests.items()]
         for session in sessions:
             session.stop_frames()

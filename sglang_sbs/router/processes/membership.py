@@ -1,4 +1,5 @@
-"""Applies front ends' changes to the set of workers, and counts legs in flight."""
+"""Set of workers in the scheduler process: clients' changes to it, and the prefill and decode
+requests in flight at each worker."""
 
 from __future__ import annotations
 
@@ -19,17 +20,17 @@ from sglang_sbs.scheduling.events import Dispatch
 logger = logging.getLogger(__name__)
 
 SETTLE_S = 3.0
-"""Longest wait for workers' first responses before front ends are served."""
+"""Longest wait for the first response of each worker before front ends are served."""
 
 
 @dataclass(slots=True)
 class Placed:
-    """Engines of a request; empty while it waits."""
+    """URLs of the engines a request was dispatched to; empty while it waits."""
 
     prefill: str = ""
     decode: str = ""
     prefill_open: bool = False
-    """Prefill has not responded yet."""
+    """True while the prefill request is in flight."""
 
 
 class SessionMembership:
@@ -37,7 +38,8 @@ class SessionMembership:
         self._registry = members.registry
         self._members = members
         self._known_of = -1
-        """Term whose scheduler had these workers; before the first, only flags are known."""
+        """Latest term whose set of workers is in effect here, inherited from front ends or changed
+        by clients; -1: only the workers of the command line."""
         self._new_s = now_s
 
     # Legs in flight of all front ends, counted in the workers ----------------------------------
@@ -51,7 +53,8 @@ class SessionMembership:
                 worker.dispatches += 1
 
     def count(self, placed: Placed, step: int) -> None:
-        """Add ``step`` to the count of each open leg."""
+        """Add ``step`` to the requests in flight at the decode worker, and at the prefill worker
+        if its request is still in flight."""
         if placed.prefill_open:
             self._add(placed.prefill, step)
         self._add(placed.decode, step)
@@ -69,15 +72,16 @@ class SessionMembership:
 
     @property
     def looked(self) -> bool:
-        """Whether each worker has responded or has a known problem."""
+        """Whether every worker has responded or has a known problem."""
         return all(w.info is not None or w.problems for w in self._registry)
 
     def settled(self, now_s: float) -> bool:
-        """Return whether the workers have been checked, or the wait for that is over."""
+        """Return whether every worker has been checked, or ``SETTLE_S`` has passed."""
         return self.looked or now_s > self._new_s + SETTLE_S
 
     def inherit(self, hello: Hello, now_s: float) -> None:
-        """Take over the workers of the previous scheduler, because flags may be out of date."""
+        """Replace the workers of the command line by those of the previous scheduler, as a front
+        end reports them: clients may have changed them. Sets of earlier terms are ignored."""
         if hello.last_term <= self._known_of:
             return
         self._known_of = hello.last_term
@@ -107,7 +111,8 @@ class SessionMembership:
             self._registry.drain(known, state.draining)
 
     def change(self, message: Change, term: int) -> Worker:
-        """Apply a client's change. Raises: ValueError, it is impossible."""
+        """Apply a client's change, and return its worker. Raises: ValueError, the worker is unknown
+        or cannot be added."""
         self._known_of = max(self._known_of, term)
         if isinstance(message, AddWorker):
             return self._members.add_worker(message.url, message.role, message.bootstrap_port)

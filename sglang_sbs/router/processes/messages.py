@@ -33,7 +33,7 @@ VERSION = 1
 OLDEST = 1
 MAX_MESSAGE_BYTES = 8 << 20
 MAX_ADOPTED = 512
-"""Limit on requests in one :class:`Adopted`; further ones follow in others."""
+"""Limit on requests in one :class:`Adopted`; further ones follow in more such messages."""
 
 
 Term = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
@@ -44,14 +44,14 @@ class _WireMessage(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_def
 
 
 class _Said(_WireMessage, frozen=True, kw_only=True):
-    """A message of a scheduler."""
+    """Base of the messages that a scheduler sends."""
 
     term: Term = 0
     """Term of the sender; 0 from a release without terms."""
 
 
 class _Call(_WireMessage, frozen=True, kw_only=True):
-    """A request for a response."""
+    """Base of the messages that the scheduler must answer; the answer repeats ``call``."""
 
     call: int = 0
     """Number given by the sender and repeated in the response."""
@@ -61,13 +61,13 @@ class WorkerState(WorkerFacts, kw_only=True):
     """One engine instance as the scheduler process sees it."""
 
     info: Any = None
-    """A :class:`WorkerInfo`, decoded with the worker, so that a later release's fields about one
-    engine do not make the whole message malformed."""
+    """A :class:`WorkerInfo`, decoded worker by worker: if one from a later release cannot be read,
+    the other workers still can."""
     breaker: BreakerState = "closed"
     active: int = 0
-    """Legs in flight from all front ends."""
+    """Prefill and decode requests in flight from all front ends."""
     report_age_s: float | None = None
-    """Seconds since its last EndForward."""
+    """Seconds since the worker's last EndForward; ``None``: none was received."""
     reports: int = 0
 
 
@@ -75,38 +75,38 @@ class WorkerState(WorkerFacts, kw_only=True):
 
 
 class Hello(_WireMessage, frozen=True):
-    """Requests a session; repeated until :class:`Welcome`."""
+    """Requests a session with a scheduler; repeated until :class:`Welcome`."""
 
     version: int
-    """Latest version that it supports."""
+    """Latest version of these messages that the front end supports."""
     front_end: str
-    """Identifies the front end for its lifetime: a later session replaces its earlier one."""
+    """Id of the front end process: a later session replaces its earlier one."""
     name: str
-    """Name for logs."""
+    """Name of the front end for logs."""
     scheduler: str = ""
     """Boot id of the scheduler that ``workers`` is from; empty: none yet."""
     workers: list[WorkerState] = []
     oldest: int = 0
-    """Earliest version that it supports; 0: only ``version``."""
+    """Earliest version that the front end supports; 0: only ``version``."""
     release: str = ""
     """Release of sglang-sbs, for logs."""
     term: Term = 0
-    """Highest term it knows, which deposes a scheduler with an earlier one."""
+    """Highest term the front end knows; a scheduler active in an earlier one becomes a standby."""
     last_term: Term = 0
     """Term in which ``scheduler`` was active."""
     policy: PolicyState | None = None
-    """Policy in force as far as known; a new scheduler continues with it."""
+    """Policy in force as far as the front end knows; a new scheduler continues with it."""
 
 
 class Look(_WireMessage, frozen=True):
     """Asks for a scheduler's state; answered by :class:`Standing`. It needs no session."""
 
     who: Annotated[str, msgspec.Meta(max_length=512)]
-    """The front end, or the address of another scheduler."""
+    """Sender: name of the front end, or address of another scheduler."""
     term: Term = 0
     """Highest term that the sender knows (:attr:`Hello.term`)."""
     served: bool = False
-    """Set by a front end with a session in that term, with any scheduler."""
+    """True if the sender is a front end that has a session, with any scheduler."""
 
 
 class Alive(_Said, frozen=True):
@@ -114,14 +114,14 @@ class Alive(_Said, frozen=True):
 
 
 class Adopted(_WireMessage, frozen=True):
-    """Requests that this front end has in flight; follows a :class:`Welcome`."""
+    """Dispatched requests that the front end has in flight, sent after a :class:`Welcome`."""
 
     requests: Annotated[list[events.RequestAdopted], msgspec.Meta(max_length=MAX_ADOPTED)]
 
 
 class LegFailed(_WireMessage, frozen=True):
-    """A leg failed through the worker's fault. The fields are those of
-    :class:`~sglang_sbs.router.errors.LegFailure`."""
+    """Reports that a prefill or decode request failed through the worker's fault. The fields are
+    those of :class:`~sglang_sbs.router.errors.LegFailure`."""
 
     worker: str
     leg: InstanceRole
@@ -131,11 +131,11 @@ class LegFailed(_WireMessage, frozen=True):
     transport: bool = False
     unreachable: bool = False
     left_room: bool = False
-    """No fault (status 0): the refusal may have left a bootstrap room at the worker."""
+    """True if nothing failed (status 0), but a refused request may have left a bootstrap room."""
 
 
 class AddWorker(_Call, frozen=True, kw_only=True):
-    """``POST /workers``; answered by :class:`Done`."""
+    """Forwards ``POST /workers``; answered by :class:`Done`."""
 
     url: str
     role: InstanceRole
@@ -143,13 +143,14 @@ class AddWorker(_Call, frozen=True, kw_only=True):
 
 
 class RemoveWorker(_Call, frozen=True, kw_only=True):
-    """``DELETE /workers/{id}``; answered by :class:`Done`."""
+    """Forwards ``DELETE /workers/{id}``; answered by :class:`Done`."""
 
     worker_id: str
 
 
 class UpdateWorker(_Call, frozen=True, kw_only=True):
-    """``PUT /workers/{id}`` with all three current values; answered by :class:`Done`."""
+    """Forwards ``PUT /workers/{id}``, completed with the current value of each field that the
+    client left out; answered by :class:`Done`."""
 
     worker_id: str
     priority: int
@@ -158,20 +159,20 @@ class UpdateWorker(_Call, frozen=True, kw_only=True):
 
 
 class DrainWorker(_Call, frozen=True, kw_only=True):
-    """``POST /workers/{id}/drain`` or ``undrain``; answered by :class:`Done`."""
+    """Forwards ``POST /workers/{id}/drain`` or ``undrain``; answered by :class:`Done`."""
 
     worker_id: str
     draining: bool
 
 
 class SwitchPolicy(_Call, frozen=True, kw_only=True):
-    """``PUT /policy``; answered by :class:`Done`, after a :class:`Cluster`."""
+    """Forwards ``PUT /policy``; answered by :class:`Cluster` (new policy), then :class:`Done`."""
 
     policy: str
 
 
 class AskTrial(_Call, frozen=True, kw_only=True):
-    """``/trial``; answered by :class:`Done` with a payload."""
+    """Forwards ``GET``, ``POST`` or ``DELETE /trial``; answered by :class:`Done` (``payload``)."""
 
     do: Annotated[str, msgspec.Meta(max_length=16)] = "show"
     """``begin``, ``end`` or ``show``."""
@@ -180,30 +181,31 @@ class AskTrial(_Call, frozen=True, kw_only=True):
 
 
 class AbortElsewhere(_Call, frozen=True):
-    """``POST /abort_request`` for requests of other front ends; answered by :class:`Done`."""
+    """Forwards ``POST /abort_request`` to all other front ends; answered by :class:`Done` with
+    the ``count`` of requests aborted."""
 
     rid: str = ""
-    """The client's own id; empty: all."""
+    """Id of the request as the client gave it; empty: all requests."""
 
 
 class AskStory(_Call, frozen=True):
-    """``GET /requests/{id}``; answered by :class:`Done` with a payload."""
+    """Forwards ``GET /requests/{id}``; answered by :class:`Done` with a ``payload``."""
 
     name: Annotated[str, msgspec.Meta(max_length=512)] = ""
     rids: Annotated[list[str], msgspec.Meta(max_length=64)] = []
-    """Attempts known to this front end; empty: the request is another's."""
+    """Ids of the request's attempts; empty: another front end may have received the request."""
 
 
 class FoundStory(_WireMessage, frozen=True):
-    """Answers :class:`FindStory` with this front end's record."""
+    """Answers :class:`FindStory` with the front end's record of a request."""
 
     call: int
     payload: bytes = b""
-    """JSON of a :class:`~sglang_sbs.scheduling.explained.stories.Story`; empty if unknown."""
+    """A :class:`~sglang_sbs.scheduling.explained.stories.Story` as JSON; empty if unknown."""
 
 
 Change = AddWorker | RemoveWorker | UpdateWorker | DrainWorker
-"""Changes of workers."""
+"""Messages that change the set of workers or one of them."""
 Question = Change | SwitchPolicy | AskTrial | AbortElsewhere | AskStory
 
 
@@ -215,24 +217,24 @@ class Aborted(_WireMessage, frozen=True):
 
 
 class MetricsPage(_WireMessage, frozen=True):
-    """This front end's metrics in the text format; answers :class:`AskMetrics`."""
+    """Answers :class:`AskMetrics` with the front end's metrics in Prometheus text format."""
 
     call: int
     text: str
 
 
 class WatchDashboard(_WireMessage, frozen=True):
-    """Starts or ends dashboard frames (:class:`DashboardFrame`). With neither field set they
-    continue (no effect; earlier front ends send this every half second)."""
+    """Starts (``history``) or ends (``ended``) the sending of :class:`DashboardFrame`. With neither
+    set it has no effect (earlier front ends send that every half second)."""
 
     history: bool = False
-    """Begin (again) with a complete frame for a new watcher."""
+    """Start, or start over, with a complete frame for a new watcher."""
     ended: bool = False
-    """The last watcher left."""
+    """Stop, because the last watcher left."""
 
 
 class Bye(_WireMessage, frozen=True):
-    """The front end shuts down and has nothing in flight."""
+    """Ends the session: the front end shuts down and has nothing in flight."""
 
 
 _OfSessions = Hello | Look | Alive | Adopted | Bye
@@ -245,25 +247,25 @@ ToScheduler = _OfSessions | OfRequests | _Others
 
 
 class Welcome(_Said, frozen=True):
-    """Opens the session; events of requests may follow."""
+    """Answers :class:`Hello`: the session is open, and the front end may send requests' events."""
 
     scheduler: str
     """Boot id, new at every start of the scheduler process."""
     workers: list[WorkerState]
     version: int = 1
-    """Version used by both from now on."""
+    """Version of these messages that both sides use from now on."""
     release: str = ""
     policy: PolicyState | None = None
     """Policy in force."""
 
 
 class Standing(_Said, frozen=True):
-    """Answers :class:`Look`. The term is the highest known, unless the scheduler is ``active``."""
+    """Answers :class:`Look`. ``term``: the own term if ``active``, otherwise the highest known."""
 
     active: bool = False
-    """It schedules in that term."""
+    """The scheduler is active, in ``term``."""
     ready: bool = False
-    """It has checked the workers."""
+    """The scheduler has checked its workers and can become active."""
 
 
 class Unwelcome(_Said, frozen=True):
@@ -271,45 +273,46 @@ class Unwelcome(_Said, frozen=True):
 
     reason: str = ""
     standby: bool = False
-    """The scheduler is not active: send Hello to another."""
+    """The scheduler is not active: send :class:`Hello` to another."""
     active: str = ""
-    """Address of the active scheduler, as far as a standby knows."""
+    """Address of the active scheduler, if the standby knows it; otherwise empty."""
 
 
 class Cluster(_Said, frozen=True):
-    """All workers; sent on every change and once a second."""
+    """State of all workers and the policy; sent on every change and once a second."""
 
     workers: list[WorkerState]
     snapshot: Snapshot | None = None
     lead_s: float = 0.0
     """Seconds since this scheduler became active."""
     address: str = ""
-    """Address at which it can be reached."""
+    """Address at which front ends reach this scheduler."""
     policy: PolicyState | None = None
     """Policy in force."""
 
 
 class Silenced(_Said, frozen=True):
-    """The worker no longer responds, or has restarted: its requests are lost."""
+    """Reports that a worker no longer responds or has restarted: its requests are lost."""
 
     worker: str
 
 
 class Decisions(_Said, frozen=True):
-    """Decisions; requests of one batch stay together and in order."""
+    """Decisions for the front end's requests; those of one batch stay together and in order."""
 
     commands: list[events.Dispatch | events.Refuse]
 
 
 class Abort(_Said, frozen=True):
-    """Aborts requests of clients (see :class:`AbortElsewhere`); answered by :class:`Aborted`."""
+    """Asks a front end to abort clients' requests, for an :class:`AbortElsewhere` of another;
+    answered by :class:`Aborted`."""
 
     call: int = 0
     rid: str = ""
 
 
 class Done(_Said, frozen=True):
-    """Answers a front end's request."""
+    """Answers a front end's message with the same ``call``. ``error``: why it was refused."""
 
     call: int
     worker_id: str = ""
@@ -317,29 +320,30 @@ class Done(_Said, frozen=True):
     error: str = ""
     payload: bytes = b""
     """JSON: for :class:`AskStory` a :class:`~sglang_sbs.scheduling.explained.stories.Story`, for
-    :class:`AskTrial` a :class:`~sglang_sbs.trial.report.Report`."""
+    :class:`AskTrial` a :class:`~sglang_sbs.trial.report.TrialReport`."""
 
 
 class AskMetrics(_Said, frozen=True):
-    """Requests a :class:`MetricsPage`."""
+    """Asks a front end for its :class:`MetricsPage`."""
 
     call: int = 0
 
 
 class FindStory(_Said, frozen=True):
-    """Requests a :class:`FoundStory` for a question that another front end received."""
+    """Asks a front end for its record of a request that another front end was asked about
+    (:class:`AskStory`); answered by :class:`FoundStory`."""
 
     call: int = 0
     name: str = ""
 
 
 class DashboardFrame(_Said, frozen=True):
-    """See :class:`WatchDashboard`."""
+    """One update of the dashboard, sent after :class:`WatchDashboard`."""
 
     payload: bytes
-    """JSON as sent to clients."""
+    """JSON as sent to the dashboard's clients."""
     full: bool = False
-    """A complete frame, not needed by watchers that already follow."""
+    """True for a complete frame, which only new watchers need."""
 
 
 _Asked = Abort | AskMetrics | FindStory
@@ -368,13 +372,14 @@ def decode_to_scheduler(frames: Sequence[bytes]) -> ToScheduler:
 
 
 def decode_from_scheduler(frames: Sequence[bytes]) -> FromScheduler:
-    """Decode a message of the scheduler. Raises: MalformedMessage."""
+    """Decode a message of the scheduler. Raises: MalformedMessage, wrong topic, frame count or
+    types."""
     message: FromScheduler = _decode(_from_scheduler, frames)
     return message
 
 
 def read_story(payload: bytes) -> Story | None:
-    """Decode a record; ``None`` if it is missing or of a release with another format."""
+    """Decode the JSON of a :class:`Story`; ``None`` if it is empty or another release's format."""
     try:
         return _story.decode(payload) if payload else None
     except (msgspec.DecodeError, RecursionError):
@@ -382,7 +387,7 @@ def read_story(payload: bytes) -> Story | None:
 
 
 def spoken(hello: Hello) -> int | None:
-    """Return the version to use with this front end; ``None`` without a common one."""
+    """Return the latest message version that both sides support; ``None`` if there is none."""
     latest = min(hello.version, VERSION)
     return latest if latest >= max(hello.oldest or hello.version, OLDEST) else None
 

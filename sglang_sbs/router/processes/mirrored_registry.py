@@ -1,5 +1,5 @@
-"""Workers on the wire, and a front end's registry. The registry follows the scheduler's, and is
-independent while there is none."""
+"""A front end's registry of workers, and the workers' states in messages. The registry copies the
+scheduler's while connected, and is independent otherwise."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 _FOLLOWED = tuple(name for name in WorkerFacts.__struct_fields__ if name not in ("url", "role"))
 _FOUND_HERE = ("tokenizer",)
-"""Problems that a front end detects itself."""
+"""Kinds of worker problems that a front end detects itself."""
 _MAX_PROBLEM_CHARS = 512
 """Limit on a problem's text, because all workers go into one message."""
 
@@ -45,7 +45,7 @@ def states_of(workers: Iterable[Worker]) -> list[WorkerState]:
 
 
 class MirroredRegistry(Registry):
-    """A front end's workers. Its events are used only while there is no scheduler."""
+    """A front end's workers. ``events`` are called only while there is no scheduler."""
 
     def __init__(
         self,
@@ -63,10 +63,11 @@ class MirroredRegistry(Registry):
             prefix_source=prefix_source,
         )
         self.report: Callable[[LegFailed], bool] = lambda failed: False
-        """Sends a failure to the scheduler, which then counts it; returns whether that worked."""
+        """Sends a failure to the scheduler, which counts it. Returns False if it was not sent; this
+        registry then counts it."""
 
     def announcements(self) -> list[InstanceUp]:
-        """Return the announcements for a new scheduler."""
+        """Return an :class:`InstanceUp` for each usable worker, to submit to a new scheduler."""
         return [self._instance_up(worker) for worker in self if worker.usable]
 
     def follow(self, states: Iterable[WorkerState]) -> None:
@@ -111,7 +112,7 @@ class MirroredRegistry(Registry):
             super().room_left(url)
 
     def prefix_source_of(self, worker: Worker) -> PrefixSource:
-        """Return "off": prefixes are matched only by the scheduler process."""
+        """Return "off", because only the scheduler process matches prefixes."""
         return "off"
 
     def _check_signal(self, worker: Worker, now_s: float) -> None:

@@ -54,7 +54,8 @@ _LAST_WORDS_MS = 200
 
 @dataclass(eq=False)
 class SchedulerLink(Dispatcher):
-    """The dispatcher of a scheduler in another process."""
+    """Dispatcher of a front end: sends requests to a scheduler in another process, or to the
+    fallback while disconnected."""
 
     choice: SchedulerChoice
     """Selects the scheduler and connects to it."""
@@ -62,22 +63,22 @@ class SchedulerLink(Dispatcher):
     _: KW_ONLY
     name: str
     fallback: Callable[[], driver.SchedulerLike]
-    """Creates the scheduler used while alone."""
+    """Creates the fallback, which schedules while the scheduler process is away."""
     counts: Callable[[driver.Decision], None]
     metrics_page: Callable[[], str]
     give_up_s: float
     policy: PolicyInForce = field(default_factory=lambda: PolicyInForce("sbs"))
-    """Policy of the scheduler, now or before it was lost."""
+    """Policy of the scheduler process, now or before it was lost."""
     abort: Callable[[str], int] = lambda rid: 0
     """Aborts clients' requests by their own id (empty: all) and returns their number."""
     find: Callable[[str], Story | None] = lambda name: None
-    """Finds a recent request of this front end by any of its ids."""
+    """Returns this front end's record of a recent request, by any of its ids; ``None``: unknown."""
     over: Callable[[Timeline], object] = lambda timeline: None
-    """Called with each request that ends while alone."""
+    """Called with the timeline of each request that ends while the fallback is in use."""
     alone_changed: Callable[[bool], None] = lambda alone: None
-    """Called when the scheduler is lost or found."""
+    """Called with True when the scheduler process is lost, with False when it is found."""
     dashboard_frame: Callable[[bytes, bool], None] = lambda payload, full: None
-    """Receives the dashboard frames requested with :class:`~.messages.WatchDashboard`."""
+    """Called with the fields of each :class:`~.messages.DashboardFrame`."""
     times: SessionTimes = field(default_factory=SessionTimes)
 
     def __post_init__(self) -> None:
@@ -88,14 +89,14 @@ class SchedulerLink(Dispatcher):
         self._refusal = ""
         self._calls: Calls[messages.Done] = Calls()
         self.fenced = 0
-        """Messages dropped because their scheduler was replaced."""
+        """Number of messages dropped because of an earlier term: their scheduler was replaced."""
         self._snapshot: Any = None
         self._line: Line | None = None
         self._line_is_over = False
-        """The line must be replaced."""
+        """True if the connection must be replaced at the next heartbeat."""
         self._reported_alone = False
         self._failures: set[str] = set()
-        """Causes of failed steps of :meth:`_do_without` that were logged."""
+        """Errors of :meth:`_do_without` (their ``repr``) that have been logged already."""
         self._welcome = asyncio.Event()
         self._ticker: asyncio.Task[None] | None = None
         self._last_message_s = 0.0
@@ -104,8 +105,8 @@ class SchedulerLink(Dispatcher):
         self._loop = asyncio.get_running_loop()
 
     async def start(self, patience_s: float) -> bool:
-        """Connect to the scheduler; return False if it was not found in time (attempts continue).
-        Raises errors of connecting, which are later logged and survived."""
+        """Connect to the scheduler; return False if it was not found within ``patience_s`` seconds
+        (attempts continue). Errors of this first connection are raised, later ones logged."""
         self._new_line()
         self._go_alone()
         self._ticker = asyncio.create_task(self._tick())
@@ -129,12 +130,12 @@ class SchedulerLink(Dispatcher):
             self._lose("it accepts no messages")
 
     def tell(self, message: messages.ToScheduler) -> bool:
-        """Send a message; return False if there is no scheduler."""
+        """Send a message; return False if there is no scheduler or it accepts no message."""
         return self.connected and self._line is not None and self._line.tell(message)
 
     async def ask(self, question: messages.Question) -> messages.Done:
-        """Ask the scheduler to do something. Raises: RouterError, 503, there is no scheduler or no
-        response; ValueError, the scheduler's reason for refusing."""
+        """Send a question to the scheduler, and return its answer. Raises: RouterError, 503, no
+        scheduler, or no response in time; ValueError, the scheduler's reason for refusing."""
         done = await self._calls.ask(self.tell, question, self.times.call_s)
         if done is None:
             raise no_scheduler()
@@ -153,7 +154,7 @@ class SchedulerLink(Dispatcher):
         self._go_alone()
 
     def _go_alone(self) -> None:
-        """Switch to the fallback. Never raises."""
+        """Switch to the fallback; every call in progress gets a 503. Never raises."""
         self.connected = self._reported_alone = False
         self.times_alone += 1
         self._welcome.clear()
@@ -161,9 +162,9 @@ class SchedulerLink(Dispatcher):
         self._do_without()
 
     def _do_without(self) -> None:
-        """Create the fallback and a new line, and report the loss. Never raises: a failed step (for
-        example without free descriptors) is repeated at the next beat and does not delay the
-        others."""
+        """Create the fallback and a new connection, and report the loss, as far as not done yet.
+        Never raises: a failed step (for example, no free descriptors) is repeated at the next
+        heartbeat and does not delay the others."""
         steps = {
             self._place_alone: self.pump is None,
             self._new_line: self._line is None or self._line_is_over,
@@ -182,7 +183,8 @@ class SchedulerLink(Dispatcher):
             self._failures.clear()
 
     def _place_alone(self) -> None:
-        """Give all requests to the fallback, including waiting ones."""
+        """Create the fallback and submit to it all usable workers, the dispatched requests with
+        their placement, and the waiting requests."""
         self.pump = pump = driver.SchedulerPump(
             self.fallback(), decided=self._on_decided, failed=self._fail, counts=self.counts
         )
@@ -196,13 +198,14 @@ class SchedulerLink(Dispatcher):
             raise
 
     def _undecided(self) -> Iterator[RequestArrived]:
-        """Yield waiting requests, checking each in turn, because placing one may decide others."""
+        """Yield the arrivals of requests without a decision. Each request is checked when its turn
+        comes, because submitting one may decide others."""
         for request in list(self._requests.values()):
             if not request.decision.done():
                 yield request.arrival
 
     def _placed(self) -> list[RequestAdopted]:
-        """Requests in flight, for a scheduler that did not place them."""
+        """Return the dispatched requests in flight, for a scheduler that did not place them."""
         return [
             RequestAdopted(
                 rid=rid,
@@ -242,7 +245,8 @@ class SchedulerLink(Dispatcher):
             self.alone_changed(False)
 
     def _join(self, welcome: messages.Welcome) -> None:
-        """Switch from alone to connected, or back if the scheduler is lost meanwhile."""
+        """Switch from the fallback to the scheduler and submit all requests to it. If the scheduler
+        is lost meanwhile, the fallback is back in use on return."""
         if not OLDEST <= welcome.version <= VERSION:
             logger.error("the scheduler uses version %d: run the same release", welcome.version)
             return
@@ -271,7 +275,7 @@ class SchedulerLink(Dispatcher):
         )
 
     def _new_line(self) -> None:
-        """Start a new session. Raises errors of connecting; then there is no line."""
+        """Replace the connection by a new one. An error is raised, and leaves no connection."""
         # Close the old line first, because the new one needs its descriptors.
         before, self._line, self._line_is_over = self._line, None, False
         if before is not None:
@@ -376,7 +380,7 @@ class SchedulerLink(Dispatcher):
     # Views and end ----------------------------------------------------------------------------
 
     def snapshot(self) -> Any:
-        """The scheduler's last known state, or the fallback's."""
+        """Return the last known state of the scheduler process, or the fallback's if in use."""
         return self._snapshot if self.pump is None else super().snapshot()
 
     def lead(self) -> LeadView:

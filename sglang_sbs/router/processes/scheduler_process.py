@@ -43,11 +43,11 @@ _LOOK_S = 15.0
 _LOOK_AGAIN_S = 0.05
 _LAST_WORDS_MS = 200
 _SCRAPE_TURN_S = 0.005
-"""Time spent writing metrics before other work of this process gets a turn."""
+"""Seconds spent writing metrics before other work of this process gets a turn."""
 
 
 class SchedulerProcess:
-    """The scheduler process: ``await start()``, serve, ``await stop()``."""
+    """The scheduler process. It serves from :meth:`start` until :meth:`stop`."""
 
     def __init__(self, options: RouterOptions) -> None:
         self.options = options
@@ -107,7 +107,7 @@ class SchedulerProcess:
         return self._hub.front_ends
 
     def let_go(self) -> None:
-        """Free the EndForward endpoint and the metrics port for a successor."""
+        """Free the EndForward endpoint and the metrics port for the process that takes over."""
         self._watch.let_go()
         port, self._metrics_port = self._metrics_port, None
         if port is not None:
@@ -126,7 +126,7 @@ class SchedulerProcess:
         await self._session.close()
 
     async def _stand(self, election: Election) -> None:
-        """Stand for election repeatedly. If there are other candidates, check the workers first: an
+        """Stand for election repeatedly. With several schedulers, first check the workers: an
         active scheduler that does not know them yet refuses requests that another could place."""
         if not isinstance(election, Unopposed):
             self._hub.stands = False
@@ -150,7 +150,8 @@ class SchedulerProcess:
         return found and self._hub.membership.looked
 
     async def _log_gain(self) -> None:
-        """Log the gain once a minute while it is known; front ends log everything else."""
+        """Log once a minute the policy's TTFT gain over immediate dispatch, if known. Front ends
+        log everything else."""
         while True:
             await asyncio.sleep(MINUTE_S)
             if line := self._local.gain():
@@ -190,7 +191,8 @@ class SchedulerProcess:
         return page_of("".join(parts).encode())
 
     async def _readiness(self, _request: web.Request) -> web.Response:
-        """Report readiness; a standby is ready as well, because it can take over."""
+        """Answer ``/readiness``: 200 once the workers are checked, otherwise 503. A standby is
+        ready as well, because it can take over."""
         ready = self._hub.settled
         return self._standing("ready" if ready else "checking the workers", good=ready)
 

@@ -22,28 +22,28 @@ from sglang_sbs.wire.curve import CurveKeys, Gatekeeper
 logger = logging.getLogger(__name__)
 
 _DRAIN_LIMIT = 512
-"""Messages handled before other callbacks of the event loop get a turn."""
+"""Most messages handled before other callbacks of the event loop get a turn."""
 _HWM = 100_000
 _OPTIONS = {zmq.LINGER: 0, zmq.IPV6: 1, zmq.MAXMSGSIZE: messages.MAX_MESSAGE_BYTES}
 _HEARTBEAT_MS = 1000
 _SILENCE_MS = 4000
-"""Silence, or time without a connection, after which a connection is made anew: a network that
-drops everything breaks no connection."""
+"""Milliseconds of silence, or of a failing connect, after which ZMQ connects anew. A network that
+silently drops packets closes no connection."""
 
 
 Receive = Callable[[bytes, ToScheduler], None]
-"""Receives the identity of a front end, and its message."""
+"""Called with each message of a front end, and the ZMQ identity of its socket."""
 
 
 class _Socket:
-    """A socket in the event loop that handles messages as they arrive."""
+    """A ZMQ socket of an event loop that handles messages as they arrive."""
 
     def __init__(self, kind: int, peer: str, options: dict[zmq.SocketOption, int]) -> None:
-        """Open a socket; ``peer`` names the sender in logs. Raises: zmq.ZMQError, no more sockets
-        are possible."""
+        """Open a socket of the ZMQ type ``kind``; ``peer`` names the other side in logs. Raises:
+        zmq.ZMQError, no more sockets are possible."""
         self.malformed = 0
         self.peers: PeerLimit | None = None
-        """Limit on connections, if it listens at a TCP port."""
+        """Limit on connections, if the socket listens at a TCP port."""
         self._peer = peer
         self._loop = asyncio.get_running_loop()
         self._again = False
@@ -64,11 +64,11 @@ class _Socket:
         self._soon()
 
     def take(self, frames: list[bytes]) -> None:
-        """Handle one message. Raises: MalformedMessage."""
+        """Decode and handle one message. Raises: MalformedMessage, it cannot be decoded."""
         raise NotImplementedError
 
     def send(self, frames: Sequence[bytes]) -> bool:
-        """Send frames; return False if there is no receiver."""
+        """Send one message; return False if there is no receiver, or it does not read."""
         if self._socket.closed:
             return False
         try:
@@ -114,7 +114,7 @@ class _Socket:
         self._soon()
 
     def close(self, linger_ms: int = 0) -> None:
-        """Close the socket; ``linger_ms`` is the time for unsent messages."""
+        """Close the socket. ``linger_ms``: how long unsent messages may still be sent."""
         if self.peers is not None:
             self.peers.close()
             self.peers = None
@@ -124,7 +124,7 @@ class _Socket:
 
 
 class FrontEndSocket(_Socket):
-    """The front end's end (DEALER). Each socket is a new session for the scheduler."""
+    """Socket of a front end (DEALER). Each one is a new session for the scheduler."""
 
     def __init__(
         self,
@@ -135,10 +135,9 @@ class FrontEndSocket(_Socket):
         silent_s: float = 10.0,
         follow_s: float = 2.0,
     ) -> None:
-        """Connect to a scheduler. A line that has been silent for less than ``silent_s`` keeps its
-        address. The name of a silent scheduler is resolved again after ``follow_s``, because it may
-        have moved. Raises: zmq.ZMQError, no more sockets are possible or the endpoint is invalid.
-        """
+        """Connect to a scheduler. After ``silent_s`` seconds of silence its host name is resolved
+        again every ``follow_s`` seconds and the next address is tried: the scheduler may have
+        moved. Raises: zmq.ZMQError, no more sockets are possible, or the endpoint is invalid."""
         # Queue nothing for an absent scheduler, because it would be stale later.
         options = {zmq.IMMEDIATE: 1, zmq.RECONNECT_IVL: 50, zmq.RECONNECT_IVL_MAX: 500}
         super().__init__(zmq.DEALER, "the scheduler", options)
@@ -174,14 +173,14 @@ class FrontEndSocket(_Socket):
         self._receive(message)
 
     def close(self, linger_ms: int = 0) -> None:
-        """Close the line; ``linger_ms`` is the time for last messages."""
+        """Close the connection. ``linger_ms``: how long unsent messages may still be sent."""
         self._dialler.close()
         super().close(linger_ms)
         self._context.term()
 
 
 class SchedulerSocket(_Socket):
-    """The scheduler's end (ROUTER), which identifies peers by their ZMQ identity."""
+    """Socket of the scheduler (ROUTER), which addresses front ends by their ZMQ identity."""
 
     _receive: Receive
 
@@ -191,7 +190,7 @@ class SchedulerSocket(_Socket):
         self._taken = 0
 
     def open(self, endpoint: str, keys: CurveKeys | None, receive: Receive) -> str:
-        """Listen, and return the endpoint with a wildcard port resolved. Raises: OSError."""
+        """Listen; return the endpoint with its actual port. Raises: OSError, it cannot be bound."""
         self._receive = receive
         if endpoint.startswith("tcp:"):
             self.peers = PeerLimit(self._socket, most_peers())
@@ -211,8 +210,8 @@ class SchedulerSocket(_Socket):
 
     @property
     def counts(self) -> dict[str, int]:
-        """Messages by result (``taken``, ``malformed``), clients ``refused`` by their key, and
-        connections ``crowded_out`` because of their number."""
+        """Numbers of messages by result (``taken``, ``malformed``), of clients ``refused`` for
+        their key, and of connections ``crowded_out`` by the limit."""
         refused = self._gatekeeper.refused if self._gatekeeper is not None else 0
         crowded = self.peers.refused if self.peers is not None else 0
         taken = {"taken": self._taken, "malformed": self.malformed}

@@ -20,7 +20,7 @@ _WORKER = re.compile(r'[{,]worker="([^"]*)"')
 
 
 def of_workers(page: str, known: Callable[[str], object]) -> str:
-    """Return the page without the series of unknown workers (label ``worker``)."""
+    """Return the metrics page without series whose label ``worker`` is not ``known``."""
 
     def stays(line: str) -> bool:
         worker = _WORKER.search(line)
@@ -32,16 +32,16 @@ def of_workers(page: str, known: Callable[[str], object]) -> str:
 def add_pages(
     pages: Iterable[str], *, own: Iterable[Metric] = (), lasting_only: bool = False
 ) -> str:
-    """Return one page with the sum of every series; unreadable pages are skipped. ``own``: families
-    of this process. ``lasting_only``: without gauges, for former processes."""
+    """Return one metrics page with the sum of every series; unreadable pages are skipped. ``own``:
+    more families to add, of this process. ``lasting_only``: omit gauges."""
     return "".join(page_parts(pages, own=own, lasting_only=lasting_only))
 
 
 def page_parts(
     pages: Iterable[str], *, own: Iterable[Metric] = (), lasting_only: bool = False
 ) -> Iterator[str]:
-    """Yield :func:`add_pages` family by family, because with a thousand ranks the whole takes long
-    and the caller may have other work."""
+    """Yield the page of :func:`add_pages` family by family, so that the caller can do other work in
+    between: with a thousand ranks the whole takes long."""
     by_name: defaultdict[str, list[Metric]] = defaultdict(list)
     for family in own:
         by_name[family.name].append(family)

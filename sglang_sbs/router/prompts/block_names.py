@@ -25,7 +25,7 @@ from sglang_sbs.router.limits import MAX_BLOCKS
 from sglang_sbs.router.requests.body_fields import PLAIN, Namespace
 
 MAX_NAMES = MAX_BLOCKS
-"""Largest number of names per prompt; later pages are not matched."""
+"""Limit on block names per prompt; later pages are not matched."""
 COARSE_TOKENS = 64
 """Smallest block, in tokens, if no engine publishes KV events. A block is then the fewest pages
 with at least this many tokens. The index needs about 300 bytes per block, and with pages of one
@@ -35,7 +35,8 @@ TEXT_BYTES_PER_TOKEN = 4
 
 _PIECE_BYTES = 4096
 _MAX_PIECES = 4096
-"""Pieces kept: 4 million tokens, in 2 MiB with pages of 64 tokens or 35 MiB with pages of one."""
+"""Limit on the pieces whose names are cached: 4 million tokens, in 2 MiB with pages of 64 tokens or
+35 MiB with pages of one."""
 _known: OrderedDict[bytes, tuple[bytes, bytes]] = OrderedDict()
 _SCOPE_TAG = b"sglang-sbs-namespace-v1"
 _TEXT_SEED = hashlib.sha256(b"sglang-sbs-text-v1").digest()
@@ -44,16 +45,16 @@ _TEXT_SEED = hashlib.sha256(b"sglang-sbs-text-v1").digest()
 class BlockFormat(NamedTuple):
     page_tokens: int
     bigram: bool = False
-    """EAGLE keys its cache by pairs of neighbouring tokens, one fewer than there are tokens."""
+    """True with EAGLE, which keys its KV cache by pairs of neighbouring tokens (one fewer)."""
 
 
 class BlockNamer:
-    """Names blocks; usable from several threads."""
+    """Computes the block names of prompts; usable from several threads."""
 
     def __init__(self, *, as_published: bool = True) -> None:
-        """Create a namer. With ``as_published``, a namespace counts as in KV events, which omit
-        ``extra_key``. Otherwise all namespaces get different names, which suits engines that
-        publish no events."""
+        """Create a namer. ``as_published``: names are those in KV events, which do not depend on a
+        namespace's ``extra_key``. Otherwise every namespace gets names of its own, which suits
+        engines that publish no events."""
         self._as_published = as_published
 
     def names(
@@ -93,9 +94,9 @@ class BlockNamer:
         return _chain(text, page_tokens * TEXT_BYTES_PER_TOKEN, seed)
 
     def _scope(self, namespace: Namespace) -> bytes | None:
-        """Return the seed for names outside the common namespace. Events scope a LoRA request's
-        names by an id known only to the engine. Such blocks get names that no engine publishes, so
-        they never match another adapter's."""
+        """Return the key that makes the namespace's names differ from those of plain requests;
+        ``None``: they do not differ. In KV events a LoRA request's names depend on an id known only
+        to the engine. Here they get names that no engine publishes and no other adapter has."""
         if namespace.lora is None and (self._as_published or namespace.extra_key is None):
             return None
         return _sha256(_SCOPE_TAG + _encoded(namespace.extra_key, namespace.lora))
@@ -115,7 +116,7 @@ def _chain(data: str | bytes | memoryview, page_bytes: int, digest: bytes) -> ar
 
 
 def _pieces_of(data: str | bytes | memoryview, size: int) -> Iterator[bytes]:
-    """Split ``data`` into pieces of ``size`` bytes and a rest, encoding text as it goes."""
+    """Yield ``data`` in pieces of ``size`` bytes, then the rest. Text is encoded piece by piece."""
     piece = b""
     for at in range(0, len(data), size):
         part = data[at : at + size]
@@ -127,8 +128,8 @@ def _pieces_of(data: str | bytes | memoryview, size: int) -> Iterator[bytes]:
 
 
 def _hash_pages(data: bytes, page_bytes: int, digest: bytes) -> tuple[bytes, bytes]:
-    """Return the names of the full pages in this machine's byte order, and the last page's
-    digest."""
+    """Return the names of the full pages (packed int64, this machine's byte order) and the last
+    page's digest. ``digest``: that of the page before ``data``."""
     digests = []
     sha256 = hashlib.sha256
     for start in range(0, len(data) - page_bytes + 1, page_bytes):
@@ -139,8 +140,8 @@ def _hash_pages(data: bytes, page_bytes: int, digest: bytes) -> tuple[bytes, byt
 
 
 def _known_pages(data: bytes, page_bytes: int, digest: bytes) -> tuple[bytes, bytes]:
-    """Return as :func:`_hash_pages`, with a cache keyed by a digest, which is smaller than the
-    data."""
+    """Return the same as :func:`_hash_pages`, from a cache if possible. The cache is keyed by a
+    digest, because the data would take more memory."""
     size = page_bytes.to_bytes(16)
     key = hashlib.blake2b(data, digest_size=16, key=digest, person=size).digest()
     found = _known.get(key)
@@ -154,13 +155,13 @@ def _known_pages(data: bytes, page_bytes: int, digest: bytes) -> tuple[bytes, by
 
 
 def _scoped(names: array[int], scope: bytes) -> array[int]:
-    """Apply SGLang's ``namespaced_block_hash``."""
+    """Return the names changed by ``scope``, as SGLang's ``namespaced_block_hash`` does."""
     digests = (_sha256(scope + name.to_bytes(8, "big", signed=True)) for name in names)
     return array("q", (int.from_bytes(digest[:8], signed=True) for digest in digests))
 
 
 def _encoded(*parts: str | None) -> bytes:
-    """Encode strings and missing values unambiguously."""
+    """Encode strings and ``None`` so that different ``parts`` never give the same bytes."""
     return json.dumps(parts).encode()
 
 

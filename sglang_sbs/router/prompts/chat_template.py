@@ -25,13 +25,14 @@ from sglang_sbs.router.prompts.written_size import TemplateError, TooMuch, writt
 
 ContentFormat = Literal["string", "openai"]
 MOST_GROWTH = 4
-"""Limit on a prompt's characters, as a multiple of those it is made of."""
+"""Limit on a rendered prompt's characters, as a multiple of those of messages, tools and
+arguments."""
 FREE_CHARS = 1 << 20
-"""Characters added to that limit, for the template's own text."""
+"""Characters of the template's own text that a prompt may have beyond ``MOST_GROWTH``."""
 
 _MESSAGE_FIELDS = ("tool_call_id", "name", "phase", "reasoning_content")
-"""Fields of messages other than the user's, in the order of SGLang's model; others never reach the
-template."""
+"""Fields of non-user messages that are copied for the template, in the order of SGLang's model.
+Unknown fields never reach the template."""
 _ROLES = frozenset(
     {"system", "assistant", "tool", "function", "developer", "latest_reminder", "root"}
 )
@@ -44,9 +45,9 @@ _MEDIA_PARTS = {
     "input_audio": "audio",
 }
 _MODEL_SPECIFIC = ("reasoning_effort", "reasoning", "thinking", "task")
-"""Fields that SGLang translates by rules of the model's parsers."""
+"""Request fields that SGLang translates by rules of the model's parsers, which are unknown here."""
 _NOT_FOR_TEMPLATES = frozenset({"chat_template", "tokenize", "return_dict", "reasoning_effort"})
-"""Template arguments that SGLang refuses or reads itself."""
+"""Names in ``chat_template_kwargs`` that SGLang refuses or reads itself."""
 _SCHEMA_TYPES = frozenset({"string", "number", "integer", "object", "array", "boolean", "null"})
 
 
@@ -56,9 +57,9 @@ class RenderedChat:
     continuation: str
     """The beginning of the response (``continue_final_message``), tokenized separately."""
     only_text: bool
-    """The chat has no media, whose tokens only the engine can count."""
+    """True if the chat has no images, video or audio, whose tokens only the engine can count."""
     certain: bool
-    """The chat uses no feature that depends on rules of the model unknown here."""
+    """True if no part of the prompt depends on rules of the model's parsers."""
 
 
 class ChatTemplate:
@@ -70,7 +71,7 @@ class ChatTemplate:
         self._template = environment.from_string(source)
         self.content_format: ContentFormat = _content_format(environment, source)
         self.inline_system = _shows_inline_system(source)
-        """The template shows later system messages in place."""
+        """True if the template renders system messages after the first where they stand."""
 
     def render(self, body: Mapping[str, Any]) -> RenderedChat:
         """Render a ``/v1/chat/completions`` body. Raises: TemplateError, the template or SGLang
@@ -173,7 +174,8 @@ def _message(message: Any, content_format: ContentFormat) -> tuple[dict[str, Any
 
 
 def _content(content: Any, content_format: ContentFormat) -> tuple[Any, bool]:
-    """Apply SGLang's ``process_content_for_template_format``."""
+    """Return a message's content as SGLang's ``process_content_for_template_format`` prepares it
+    for the template, and whether it contains only text."""
     if not isinstance(content, list):
         if not isinstance(content, str):
             raise TemplateError("content must be a string or a list of parts")
@@ -257,8 +259,8 @@ def _has_odd_types(schema: Any) -> bool:
 
 
 def _template_arguments(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the template arguments, as ``ChatCompletionRequest.normalize_reasoning_inputs`` sets
-    them."""
+    """Return the template's arguments from ``chat_template_kwargs`` and the reasoning fields, as
+    SGLang's ``ChatCompletionRequest.normalize_reasoning_inputs`` sets them."""
     given = body.get("chat_template_kwargs")
     arguments = dict(given) if isinstance(given, dict) else {}
     effort = body.get("reasoning_effort")
@@ -317,8 +319,8 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def _shows_inline_system(source: str) -> bool:
-    """Apply SGLang's ``detect_inline_system_support``, whose environment differs from
-    transformers'."""
+    """Return whether the template renders a later system message in place, tested like SGLang's
+    ``detect_inline_system_support`` (its environment differs from transformers')."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
     )
@@ -333,8 +335,8 @@ def _shows_inline_system(source: str) -> bool:
 
 
 def _content_format(environment: jinja2.Environment, source: str) -> ContentFormat:
-    """Apply SGLang's ``detect_jinja_template_content_format``: whether content stays a list of
-    parts."""
+    """Return whether the template gets content as a list of parts ("openai") or as text
+    ("string"), decided like SGLang's ``detect_jinja_template_content_format``."""
     if any(word in source for word in ("image", "audio", "video", "vision")):
         return "openai"
     loops = environment.parse(source).find_all(nodes.For)
@@ -342,7 +344,7 @@ def _content_format(environment: jinja2.Environment, source: str) -> ContentForm
 
 
 def _is_content(node: nodes.Node | None) -> bool:
-    """Return whether an expression is a message's content, also filtered, tested or sliced."""
+    """Return whether a template expression is a message's content, perhaps filtered or sliced."""
     if isinstance(node, nodes.Filter | nodes.Test):
         return _is_content(node.node)
     if isinstance(node, nodes.Getitem):

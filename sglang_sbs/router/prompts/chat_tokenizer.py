@@ -1,6 +1,6 @@
 """A model's tokenizer and chat template without transformers. Reads ``tokenizer.json``,
 ``tokenizer_config.json`` and ``chat_template.jinja`` as transformers and SGLang do. Tokenizing
-blocks."""
+blocks the calling thread."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class PromptIds:
     ids: array[int]
     """Token ids as uint32."""
     exact: bool = True
-    """The ids are the whole prompt: it contains only text."""
+    """True if the ids are the whole prompt, because it contains only text."""
     certain: bool = True
-    """An engine with the same files certainly produces the same ids."""
+    """True if an engine with the same model files is sure to produce the same ids."""
 
 
 class ChatTokenizer:
@@ -99,12 +99,13 @@ class ChatTokenizer:
 
     def text_ids(self, text: str, most_tokens: float = math.inf) -> array[int]:
         """Tokenize a text prompt as ``/generate`` does, with the beginning-of-sequence token.
-        Raises: TooLong, TooManyTokens."""
+        Raises: TooLong, it would take too much memory; TooManyTokens, more than ``most_tokens``."""
         return self.pieces.encode(text, add_special_tokens=True, most_tokens=most_tokens)
 
     def chat_ids(self, body: Mapping[str, Any], most_tokens: float = math.inf) -> PromptIds:
-        """Tokenize a ``/v1/chat/completions`` body. Raises: TemplateError, TooLong; TooManyTokens,
-        if it contains only text."""
+        """Tokenize a ``/v1/chat/completions`` body. Raises: TemplateError, it cannot be rendered;
+        TooLong, it would take too much memory; TooManyTokens, it contains only text and has more
+        than ``most_tokens``."""
         if self.template is None:
             raise TemplateError("the tokenizer has none; give one with --chat-template")
         chat = self.template.render(body)
@@ -134,7 +135,7 @@ def _token_text(value: Any) -> str | None:
 
 
 def _add_configured_tokens(tokenizer: Tokenizer, config: Mapping[str, Any]) -> None:
-    """Add tokens of ``added_tokens_decoder`` that ``tokenizer.json`` lacks."""
+    """Add tokens of ``added_tokens_decoder`` in ``config`` that the tokenizer lacks."""
     listed = config.get("added_tokens_decoder")
     if not isinstance(listed, dict):
         return

@@ -28,9 +28,9 @@ class LongestPrompt(NamedTuple):
     tokens: float = math.inf
     """Limit in tokens; infinite if some engine's limit is unknown."""
     cuts: bool = False
-    """Longer prompts are truncated (``--allow-auto-truncate``), not refused."""
+    """True if an engine truncates longer prompts (``--allow-auto-truncate``) and accepts them."""
     context_tokens: float = math.inf
-    """Longest context, generated tokens included; infinite if some engine's is unknown."""
+    """Longest context in tokens, generated ones included; infinite if some engine's is unknown."""
 
     def check(self, tokens: int, *, at_least: bool = False) -> None:
         """Raise RouterError (400) if every engine would refuse a prompt of this length."""
@@ -40,11 +40,11 @@ class LongestPrompt(NamedTuple):
 
 
 class Known(NamedTuple):
-    """Facts about all engines."""
+    """Facts about the engines that are needed to read a prompt."""
 
     blocks: BlockFormat | None = None
-    """Block format of most prefill instances, as a prompt gets one list of names; ``None`` if names
-    are not needed."""
+    """Block format of most prefill instances, used to name blocks; ``None``: no names are
+    needed."""
     longest: LongestPrompt = LongestPrompt()
     models: frozenset[str] = frozenset()
     """Full names of the served models, some of which may look like ``model:adapter``."""

@@ -35,23 +35,23 @@ from sglang_sbs.router.prompts.special_tokens import SpecialTokenCutter
 MAX_KEPT_BYTES = 64_000_000
 """Limit on the memory of cached ids and their keys."""
 _NAMED_CHARS = 1 << 10
-"""Longer pieces are keyed by digest, so that their text is not kept."""
+"""Longest piece cached under its text; longer ones are cached under a digest, to save memory."""
 _ENTRY_BYTES = 300
-"""Memory per cached piece in addition to key and ids."""
+"""Memory per cached piece in addition to key and ids (estimated)."""
 _PART_CHARS = 1 << 15
-"""Longer pieces are split. A tokenizer needs up to 140 bytes per character while it works."""
+"""Longest piece that is tokenized without a split, because a tokenizer needs up to 140 bytes per
+character while it works."""
 _AT_ONCE_CHARS = 1 << 15
 """Characters given to the tokenizer per call; with several long texts it would use every core."""
 MOST_WHOLE_CHARS = _PART_CHARS
-"""A longer piece that cannot be split (one endless word) is not tokenized."""
+"""Longest piece tokenized if it cannot be split (one endless word)."""
 MOST_UNSPLIT_CHARS = 1 << 18
-"""The same limit for tokenizers that do not split text into words, whose pieces can never be
-split."""
+"""Longest piece tokenized if the tokenizer never splits text into words (no piece can be split)."""
 _AROUND_CHARS = 100
-"""Characters compared on each side of a candidate split."""
+"""Characters tokenized on each side of a candidate split, to test that the ids stay the same."""
 _TRIES = 16
 _CUTS = (re.compile(r"(?<=\w)[ \n](?=\w)"), re.compile(r"(?<=[^\W_])(?=[^\w\s])"))
-"""Candidate splits: between two words; else before a punctuation mark, as in Chinese or JSON."""
+"""Candidate splits: between two words, else before a punctuation mark, as in Chinese or JSON."""
 
 _INDEPENDENT_SPLITTERS = frozenset({
     "ByteLevel", "Split", "Digits", "Punctuation", "Whitespace", "WhitespaceSplit",
@@ -79,7 +79,7 @@ class TextPieces:
         self._tokenizer = tokenizer
         self._max_bytes = max_bytes
         self._known: OrderedDict[str | bytes, array[int]] = OrderedDict()
-        """Cached ids by :func:`_key` of the piece."""
+        """Cached token ids of pieces, by :func:`_key`."""
         self._bytes = 0
         self._lock = threading.Lock()
         self._cut: SpecialTokenCutter | None = None
@@ -126,7 +126,8 @@ class TextPieces:
         return out
 
     def _parts(self, piece: str) -> Iterator[str]:
-        """Split a piece into parts that can be tokenized separately. Raises: TooLong."""
+        """Split a piece into parts that can be tokenized separately. Raises: TooLong, a part
+        without a possible split is too long."""
         start = 0
         while len(piece) - start > _PART_CHARS:
             end = self._cut_at_word(piece, start + _PART_CHARS // 2)
@@ -139,7 +140,8 @@ class TextPieces:
         yield piece[start:]
 
     def _cut_at_word(self, piece: str, start: int) -> int | None:
-        """Find a split within half a part after ``start``."""
+        """Return a position where a split does not change the ids, within half of ``_PART_CHARS``
+        after ``start``; ``None`` if none is found."""
         if not self._cuts_words:
             return None
         for cuts in _CUTS:
@@ -185,7 +187,8 @@ def _kept_bytes(key: str | bytes, ids: array[int]) -> int:
 
 
 def _groups(pieces: Sequence[str]) -> Iterator[list[str]]:
-    """Group pieces, so that the tokenizer's objects do not all exist at once."""
+    """Yield pieces in groups of about ``_AT_ONCE_CHARS`` characters, one per call of the tokenizer:
+    the memory of a call grows with its text."""
     start = chars = 0
     for at, piece in enumerate(pieces):
         if at > start and chars + len(piece) > _AT_ONCE_CHARS:
@@ -203,7 +206,7 @@ def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
 
 
 def _surroundings(tokenizer: Tokenizer) -> tuple[array[int], array[int]]:
-    """Return the ids put before and after a text (beginning and end of sequence)."""
+    """Return the ids put before and after a text (of the beginning and end of sequence)."""
     encoding = tokenizer.encode("a")
     ids, added = array("I", encoding.ids), encoding.special_tokens_mask
     content = [index for index, special in enumerate(added) if not special]
@@ -213,7 +216,8 @@ def _surroundings(tokenizer: Tokenizer) -> tuple[array[int], array[int]]:
 
 
 def _cutting_tokens(state: dict[str, Any]) -> dict[str, int]:
-    """Return the added tokens at which any text can be split; empty if none can."""
+    """Return the ids of the added tokens at which any text can be split; empty if the tokenizer is
+    not known to allow it. ``state``: the content of ``tokenizer.json``."""
     if not _is_one_of(_INDEPENDENT_SPLITTERS, state.get("pre_tokenizer"), "pretokenizers"):
         return {}
     if not _is_one_of(_KNOWN_POST_PROCESSORS, state.get("post_processor"), "processors"):
@@ -225,8 +229,8 @@ def _cutting_tokens(state: dict[str, Any]) -> dict[str, int]:
 
 
 def _is_one_of(known: frozenset[str], config: dict[str, Any] | None, parts: str) -> bool:
-    """Return whether the type of a component is ``known``. A sequence must have only known parts; a
-    missing component counts as known."""
+    """Return whether the type of a tokenizer's component is ``known``. A sequence must have only
+    known components, listed under the key ``parts``; a missing component counts as known."""
     if config is not None and config.get("type") == "Sequence":
         return all(_is_one_of(known, part, parts) for part in config[parts])
     return config is None or config.get("type") in known

@@ -13,15 +13,15 @@ from sglang_sbs.router.prompts.chat_template import content_text
 
 INITIAL_BYTES_PER_TOKEN = 4.0
 _MEMORY_BYTES = 1_000_000.0
-"""Amount of text after which older prompts no longer affect the ratio."""
+"""Amount of text after which an older prompt's weight in the ratio has dropped to 1/e."""
 _MOST_BYTES = 20_000
-"""Limit on one prompt's weight in the ratio."""
+"""Limit on one prompt's weight in the ratio, in bytes of text."""
 _LEAST_BYTES_PER_TOKEN = 1.0
 _MOST_BYTES_PER_TOKEN = 16.0
 """Bounds of a plausible ratio. Values beyond are unusual text or wrong reports; a tokenizer without
 a vocabulary uses a token per byte."""
 _TOKENS_PER_MESSAGE = 4
-"""Approximate role markers and separators of a chat message in any template."""
+"""Estimated tokens of the role markers and separators that a template adds to a message."""
 
 
 Counted = Literal["given", "tokenized", "estimated"]
@@ -32,7 +32,7 @@ class PromptLength(msgspec.Struct, frozen=True):
     tokens: int
     counted: Counted = "estimated"
     size_bytes: int = 0
-    """Size of the text behind the estimate; 0 if nothing can be learned from it."""
+    """UTF-8 size of the estimated text; 0 if the ratio must not be learned from this prompt."""
 
     @property
     def exact(self) -> bool:
@@ -41,13 +41,13 @@ class PromptLength(msgspec.Struct, frozen=True):
 
 class PromptLengths:
     def __init__(self, observe_error: Callable[[float], None] | None = None) -> None:
-        """Create the estimator; ``observe_error`` gets (counted - reported) / reported of each
-        inexact prompt."""
+        """Create the estimator. ``observe_error`` is called with the relative error of each
+        estimated length: (estimated - reported) / reported."""
         self._observe_error = observe_error
         self._bytes = _MEMORY_BYTES / 10
         self._tokens = self._bytes / INITIAL_BYTES_PER_TOKEN
         self.contradicted = 0
-        """Number of exact lengths that an engine reported differently."""
+        """Number of prompts with an exact length for which the engine reported another one."""
 
     @property
     def bytes_per_token(self) -> float:
@@ -84,8 +84,8 @@ class PromptLengths:
 
 
 def chat_bytes(body: dict[str, Any]) -> bytes | None:
-    """Return a chat's text in the order of most templates; ``None`` if it has other content. Used
-    to recognize a continued conversation if no template can render the prompt."""
+    """Return a chat's text in the order of most templates; ``None`` if it contains more than text.
+    Used to recognize a continued conversation if no template can render the prompt."""
     pieces: list[bytes] = []
     for text, plain in _chat_texts(body):
         if not plain:
@@ -99,7 +99,7 @@ def _utf8_size(text: str) -> int:
 
 
 def _chat_texts(body: dict[str, Any]) -> Iterator[tuple[str | bytes, bool]]:
-    """Yield each text of a chat request, and whether that place contains only text."""
+    """Yield the text of each tool, message and tool call, and whether it has only text."""
     for tool in _list(body.get("tools")):
         yield _written(tool), True
     for message in _list(body.get("messages")):
@@ -110,8 +110,7 @@ def _chat_texts(body: dict[str, Any]) -> Iterator[tuple[str | bytes, bool]]:
 
 
 def _written(value: Any) -> bytes:
-    """Serialize to JSON; a Python string would take four bytes per letter if it has one rare
-    letter."""
+    """Serialize to JSON bytes. A string with one rare letter would take four bytes per letter."""
     try:
         return orjson.dumps(value)
     except orjson.JSONEncodeError:  # too deep for orjson
@@ -119,5 +118,5 @@ def _written(value: Any) -> bytes:
 
 
 def _list(value: Any) -> list[Any]:
-    """Return a list; anything else is left to the engine to refuse."""
+    """Return ``value`` if it is a list, otherwise an empty list: the engine refuses the request."""
     return value if isinstance(value, list) else []

@@ -19,7 +19,7 @@ Part = dict[str, Any]
 
 
 class EngineChat(NamedTuple):
-    """The chat that engines make of another API's request."""
+    """Chat to which engines convert a request of ``/v1/messages`` or ``/v1/responses``."""
 
     body: dict[str, Any]
     """Body as for ``/v1/chat/completions``."""
@@ -29,7 +29,7 @@ class EngineChat(NamedTuple):
 
 
 def message_chat(body: Mapping[str, Any]) -> EngineChat | None:
-    """Convert a body; ``None`` if it is invalid, which the engine will report."""
+    """Convert a ``/v1/messages`` body; ``None`` if it is invalid, which the engine will report."""
     try:
         return _chat_of(body)
     except (TypeError, KeyError, AttributeError, ValueError, RecursionError):
@@ -63,7 +63,7 @@ def _chat_of(body: Mapping[str, Any]) -> EngineChat:
 
 
 def _messages_of(role: str, blocks: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Convert a message with a list of blocks. Tool results become separate messages in place."""
+    """Convert one message with a list of content blocks. Tool results become separate messages."""
     messages: list[dict[str, Any]] = []
     parts: list[Part] = []
     calls: list[dict[str, Any]] = []
@@ -117,7 +117,8 @@ def _text_parts(text: str) -> list[Part]:
 
 
 def _images(source: Any) -> list[Part]:
-    """Stand for an image by an empty part, because only the engine can count its tokens."""
+    """Return an image part without data, because only the engine can count an image's tokens; an
+    empty list if ``source`` has no image."""
     if isinstance(source, dict) and (source.get("data") or source.get("url")):
         return [{"type": "image_url", "image_url": {"url": ""}}]
     return []
@@ -163,7 +164,8 @@ def _result_text(content: Any) -> str:
 
 
 def _result_contents(content: Any) -> list[str | list[Part]]:
-    """Group the parts of a tool result into contents: references to tools get separate messages."""
+    """Return the content of each message that a tool result becomes: a message has either only
+    references to tools, or none."""
     if not isinstance(content, list):
         return [content or ""]
     groups: list[list[Part]] = []

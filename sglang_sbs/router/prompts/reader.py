@@ -1,5 +1,5 @@
-"""Determines tokens and block names of a prompt before it is submitted to the scheduler. Uses ids
-given by the client, else the tokenizer, else an estimate."""
+"""Determines token count and block names of a prompt before it is submitted to the scheduler. Uses
+token ids given by the client, else the tokenizer, else an estimate."""
 
 from __future__ import annotations
 
@@ -32,11 +32,13 @@ logger = logging.getLogger(__name__)
 _QUICK_CHARS = 512
 _QUICK_PAGES = 256
 _QUICK_PROMPTS = 32
-"""Work up to these sizes (tokenizing, naming, estimating) is faster than handing it to a thread."""
+"""Most prompts of a request that are read on the event loop, with at most ``_QUICK_CHARS`` to
+tokenize and ``_QUICK_PAGES`` to name: handing less to a thread takes longer than the work."""
 _MOST_BACKLOG_BYTES = 16 << 20
-"""The lengths of long texts are estimated while this much text waits to be tokenized."""
+"""While more text than this waits to be tokenized, the lengths of long texts are estimated."""
 _MOST_BYTES_PER_TOKEN = 64
-"""Smallest number of tokens in a long text, unless it is mostly white space."""
+"""Bytes per token that only text of mostly white space exceeds. A prompt that is too long even with
+this ratio is refused before it is tokenized."""
 
 _COUNTS_OF: dict[RouteKind, tuple[str, ...]] = {
     "generate": ("given", "tokenized"),
@@ -45,16 +47,17 @@ _COUNTS_OF: dict[RouteKind, tuple[str, ...]] = {
     "messages": ("tokenized",),
     "responses": ("tokenized",),
 }
-"""Sources of a length that is certainly the engines' own count."""
+"""Sources of a length (``PromptLength.counted``) that certainly equals the engines' own count, by
+kind of request."""
 _NO_BLOCKS = array("q")
-"""Shared by all prompts without blocks: a batch may have a thousand."""
+"""Empty list of block names, shared by prompts without any: a request may have a thousand."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReadPrompt:
     length: PromptLength
     blocks: array[int] = field(default_factory=lambda: _NO_BLOCKS)
-    """Names of its full pages; empty if its prefix cannot be matched."""
+    """Names of the prompt's full blocks; empty if its prefix cannot be matched."""
     block_tokens: int = 0
     ids_json: bytes | None = None
     """Token ids as JSON, if engines may get them instead of the text."""
@@ -67,15 +70,16 @@ class PromptReader:
     namer: BlockNamer
     engines: EngineTokenizers
     names_text: bool = False
-    """Also name text that cannot be tokenized; only the approximate index can use such names."""
+    """Whether to name blocks of text that cannot be tokenized; only the approximate prefix index
+    can use such names."""
     lanes: Lanes = field(default_factory=Lanes)
     counts: Counter[str] = field(default_factory=Counter)
     _template_warned: bool = False
 
     async def read(self, plan: RequestPlan) -> list[ReadPrompt]:
-        """Read each prompt of the plan, off the event loop if that takes time.
-        Raises: RouterError (400), a prompt is longer than any engine accepts; the scheduler would
-        wait for passes that never happen."""
+        """Return token count and block names of each prompt, read in a thread if that takes time.
+        Raises: RouterError (400), a prompt is longer than any engine accepts. (Otherwise the
+        scheduler would wait for passes that never happen.)"""
         known = self.engines.known()
         if self._is_quick(plan, known.blocks):
             prompts = self._read_all(plan, known)
@@ -89,7 +93,7 @@ class PromptReader:
         return prompts
 
     def _is_quick(self, plan: RequestPlan, format_: BlockFormat | None) -> bool:
-        """Return whether a thread would only add latency."""
+        """Return whether the prompts are so small that a thread would only add latency."""
         if len(plan.prompts) > _QUICK_PROMPTS:
             return False
         chars = tokens = 0
@@ -131,7 +135,8 @@ class PromptReader:
         return response_chat(body, inline_system=template is not None and template.inline_system)
 
     def _read_converted(self, plan: RequestPlan, prompt: Prompt, known: Known) -> ReadPrompt:
-        """Read Anthropic's messages or a response, through the chat that engines make of it."""
+        """Read a prompt of ``/v1/messages`` or ``/v1/responses`` as the chat that engines make of
+        it."""
         chat = self._chat_of(plan.kind, prompt.value)
         size = prompt.size_bytes or len(plan.common)
         chat_prompt = replace(prompt, value=chat and chat.body, size_bytes=0 if chat else size)
@@ -177,8 +182,8 @@ class PromptReader:
         return ReadPrompt(length, blocks, page_tokens, ids_json)
 
     def _tokenize(self, value: Any, longest: LongestPrompt) -> PromptIds | None:
-        """Tokenize a prompt; ``None`` if its length must be estimated. Raises: RouterError, it is
-        too long."""
+        """Tokenize a text or chat; ``None`` if its length must be estimated. Raises: RouterError
+        (400), it is longer than any engine accepts."""
         if self.tokenizer is None:
             return None
         counts = not longest.cuts and self.engines.agrees(_kind_of(value))
@@ -216,7 +221,8 @@ def _kind_of(value: Any) -> PromptKind:
 
 
 def _check_size(prompt: Prompt, longest: LongestPrompt) -> None:
-    """Check a prompt's size before tokenizing. Raises: RouterError."""
+    """Check a prompt's length by its size alone, before tokenizing. Raises: RouterError (400), it
+    is longer than any engine accepts."""
     if isinstance(prompt.value, array):
         longest.check(len(prompt.value))
     size = len(prompt.value) if isinstance(prompt.value, str) else prompt.size_bytes
@@ -225,12 +231,14 @@ def _check_size(prompt: Prompt, longest: LongestPrompt) -> None:
 
 @lru_cache(maxsize=1024)
 def _of_length(length: PromptLength) -> ReadPrompt:
-    """Share one object among equal lengths: a batch may have a thousand prompts."""
+    """Return a prompt without block names. Equal lengths share one object, because a request may
+    have a thousand prompts."""
     return ReadPrompt(length)
 
 
 def _bounded(read: ReadPrompt, longest: LongestPrompt) -> ReadPrompt:
-    """Check the length and truncate it as engines do. Raises: RouterError."""
+    """Return the prompt with its length limited as engines truncate it. Raises: RouterError (400),
+    its exact length is more than any engine accepts."""
     if read.length.exact:
         longest.check(read.length.tokens)
     if read.length.tokens <= longest.tokens:

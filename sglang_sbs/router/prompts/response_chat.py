@@ -19,9 +19,9 @@ from sglang_sbs.router.prompts.message_chat import EngineChat
 
 _OUTPUTS = ("function_call_output", "custom_tool_call_output")
 _STATE = "sglang-reasoning-v1."
-"""Prefix of ``encrypted_content``, which is base64 of zlib-compressed text."""
+"""Prefix of SGLang's ``encrypted_content``; base64 of zlib-compressed text follows."""
 MOST_STATE_BYTES = 4 << 20
-"""Limit on the text that all ``encrypted_content`` of a request may contain."""
+"""Limit on the unpacked text of all ``encrypted_content`` in a request, in bytes."""
 _DEVELOPER = "Developer instructions:"
 _CUSTOM_PARAMETERS = {
     "type": "object",
@@ -37,9 +37,9 @@ Message = dict[str, Any]
 
 
 def response_chat(body: Mapping[str, Any], *, inline_system: bool) -> EngineChat | None:
-    """Convert a body; ``None`` if it is invalid, which the engine will report, or its reasoning is
-    too long to unpack here. ``inline_system``: the model's template shows system messages in place;
-    otherwise the engine puts them all in front."""
+    """Convert a ``/v1/responses`` body; ``None`` if it is invalid, which the engine will report, or
+    its reasoning is too long to unpack here. ``inline_system``: the model's template renders system
+    messages in place; otherwise the engine merges them into one at the front."""
     try:
         return _chat_of(body, inline_system)
     except (TypeError, KeyError, AttributeError, ValueError, RecursionError):
@@ -75,13 +75,15 @@ def _chat_of(body: Mapping[str, Any], inline_system: bool) -> EngineChat:
 
 
 class _ReasoningState:
-    """Unpacks ``encrypted_content``, of which a kilobyte may be a megabyte of text."""
+    """Unpacks ``encrypted_content``, within ``MOST_STATE_BYTES``: a kilobyte may become a
+    megabyte."""
 
     def __init__(self) -> None:
         self._left_bytes = MOST_STATE_BYTES
 
     def text(self, blob: Any) -> str:
-        """Return the text, empty if there is none. Raises: ValueError, it is too long."""
+        """Return the unpacked text of one ``encrypted_content``; empty if it is not SGLang's or
+        damaged. Raises: TooMuchState, the request has too much of it."""
         if not isinstance(blob, str) or not blob.startswith(_STATE):
             return ""
         unpacking = zlib.decompressobj()
@@ -103,8 +105,8 @@ class TooMuchState(ValueError):
 
 
 def _message(item: Mapping[str, Any], state: _ReasoningState) -> Message | None:
-    """Convert an item; ``None`` if it adds nothing to the prompt. Raises: ValueError, SGLang does
-    not support the item."""
+    """Convert an item of ``input``; ``None`` if it adds nothing to the prompt. Raises: ValueError,
+    SGLang does not support the item."""
     kind = item.get("type")
     if kind == "function_call":
         return _called(item, _arguments(item.get("arguments")))
@@ -177,7 +179,7 @@ def _part(part: Any) -> Any:
 
 
 def _merged(messages: Iterable[Message]) -> list[Message]:
-    """Merge consecutive messages of the model."""
+    """Merge consecutive assistant messages, unless their ``phase`` differs."""
     merged: list[Message] = []
     for message in messages:
         before = merged[-1] if merged else {}
@@ -232,7 +234,7 @@ def _one_system(messages: Iterable[Message]) -> list[Message]:
 
 
 def _tool(tool: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Convert a tool; ``None`` if the model does not see it."""
+    """Convert a tool to that of a chat; ``None`` if the model does not see it."""
     kind, name = tool["type"], tool.get("name")
     description, parameters = tool.get("description"), tool.get("parameters")
     if kind == "custom" and name:

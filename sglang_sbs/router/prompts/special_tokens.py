@@ -10,18 +10,19 @@ import re
 from collections.abc import Collection, Iterator
 
 WINDOW_CHARS = 1 << 14
-"""Characters searched per call; other threads can run between calls."""
+"""Characters searched per call of the regular expression; other threads can run in between."""
 
 _Tree = dict[str, "_Tree"]
 _END = ""
-"""Key that marks the end of a token."""
+"""Key that marks the end of a token in the prefix tree."""
 
 
 class SpecialTokenCutter:
     def __init__(self, tokens: Collection[str]) -> None:
         """Create a cutter for at least one token, none of them empty."""
         self._same = {token: token for token in tokens}
-        """A text may contain a hundred thousand tokens; all share these strings."""
+        """One string per token, yielded for all its occurrences: a text may have a hundred
+        thousand."""
         self._longest = max(map(len, tokens))
         tree: _Tree = {}
         for token in tokens:
@@ -36,7 +37,8 @@ class SpecialTokenCutter:
             self._pattern = re.compile("|".join(map(re.escape, longest_first)))
 
     def pieces(self, text: str) -> Iterator[str]:
-        """Yield the tokens, leftmost and longest first, and the nonempty text between them."""
+        """Yield the pieces of a text in order: special tokens (leftmost, longest match), and the
+        nonempty text between them."""
         start = at = 0
         while at < len(text):
             end = min(len(text), at + WINDOW_CHARS)
@@ -54,7 +56,7 @@ class SpecialTokenCutter:
 
 
 def _pattern_of(tree: _Tree) -> str:
-    """Return a regular expression for the longest token of the tree at the current position."""
+    """Return a regular expression that matches the longest token of the tree at a position."""
     chain = ""
     while len(tree) == 1 and _END not in tree:
         ((character, tree),) = tree.items()

@@ -79,14 +79,15 @@ _CHATS: tuple[dict[str, Any], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class TokenizerResult:
-    """Result for an engine with this ``info``. ``None``: unknown."""
+    """Whether an engine with this ``info`` has the router's token ids for text and for chats;
+    ``None``: unknown."""
 
     info: WorkerInfo | None = None
     text: bool | None = None
     chat: bool | None = None
     takes_chat_ids: bool = False
     again_s: float = math.inf
-    """Time of the next comparison."""
+    """Time of the next comparison (``time.monotonic()``); infinite: when ``info`` changes."""
 
     @property
     def wrong(self) -> list[PromptKind]:
@@ -102,12 +103,12 @@ class _Probes(NamedTuple):
     texts: list[str]
     text_ids: list[list[int]]
     chat_ids: list[list[int] | None]
-    """Ids of ``_CHATS``; ``None`` if the template refuses the chat."""
+    """The router's token ids of each of ``_CHATS``; ``None`` if the template refuses the chat."""
 
 
 @dataclass(eq=False, repr=False)
 class EngineTokenizers:
-    """Comparison results of all engines; usable from several threads."""
+    """Compares the router's tokenizer with all engines'. Several threads may read the results."""
 
     registry: Registry
     session: aiohttp.ClientSession
@@ -115,9 +116,9 @@ class EngineTokenizers:
     forwarding: Forwarding
     api_key: str | None
     names_blocks: bool = False
-    """Prefix matching is on, so block names are needed."""
+    """True if prefix matching is on, so that block names are needed."""
     every_s: float = 1.0
-    """Interval of looking for new engines; facts about engines are at most this old."""
+    """Interval of looking for new engines, and largest age of :meth:`known`."""
     again_s: float = 10.0
     """Time until an engine that did not answer is asked again."""
     _verdicts: dict[str, TokenizerResult] = field(default_factory=dict)
@@ -139,18 +140,19 @@ class EngineTokenizers:
         return self._known
 
     def agrees(self, kind: PromptKind) -> bool:
-        """Return False if some engine's token ids differ from the router's."""
+        """Return False if some engine's token ids for such prompts differ from the router's."""
         return kind not in self._disagreeing
 
     def takes_ids(self, kind: PromptKind) -> bool:
-        """Return whether at least one engine may get token ids instead of such prompts."""
+        """Return whether at least one engine may get token ids instead of this kind of prompt."""
         return self.forwarding == "on" or (
             self.forwarding == "auto"
             and any(_may_get_ids(verdict, kind) for verdict in self._verdicts.copy().values())
         )
 
     def may_get_ids(self, kind: RouteKind, *workers: Worker) -> bool:
-        """Return whether all of these engines may get token ids instead of such a prompt's text."""
+        """Return whether all ``workers`` may get token ids instead of the text of such a
+        request."""
         if self.forwarding != "auto":
             return self.forwarding == "on"
         asked: PromptKind = "chat" if kind == "chat" else "text"
@@ -163,8 +165,9 @@ class EngineTokenizers:
         return verdict if verdict.info == worker.info else _UNKNOWN
 
     def _common_format(self) -> BlockFormat | None:
-        """Return the block format: an engine's pages if any engine publishes KV events; else the
-        fewest pages with at least ``COARSE_TOKENS``. ``None`` if no engine has a prefix cache."""
+        """Return the most common block format of prefill instances. A block is one page if any
+        engine publishes KV events, otherwise the fewest pages with at least ``COARSE_TOKENS``.
+        ``None`` if no engine has a prefix cache."""
         if not any(worker.known.radix_cache for worker in self.registry):
             return None
         least = 1 if any(map(self.registry.kv_events_of, self.registry)) else COARSE_TOKENS
@@ -187,7 +190,8 @@ class EngineTokenizers:
         return common[0][0] if common else None
 
     async def watch(self) -> None:
-        """Compare with engines as they start; does nothing without a tokenizer."""
+        """Compare the tokenizer with each engine after it starts. Runs until cancelled; returns at
+        once without a tokenizer."""
         if self.tokenizer is None:
             return
         probes = await asyncio.to_thread(_probes_of, self.tokenizer)
@@ -232,8 +236,8 @@ class EngineTokenizers:
         return TokenizerResult(info, text, chat, takes)
 
     async def _sees(self, url: str) -> bool:
-        """Return whether the model accepts images or sound; its processor may then need a chat's
-        text."""
+        """Return whether the engine's model accepts images or sound (also if unknown): its
+        processor may then need a chat's text."""
         url += "/model_info"
         status, data = await ask(self.session, "GET", url, key=self.api_key, timeout_s=_ANSWER_S)
         model = orjson.loads(data) if status == 200 else None
@@ -241,7 +245,8 @@ class EngineTokenizers:
         return not isinstance(model, dict) or any(model.get(name) is not False for name in names)
 
     async def _post(self, url: str, body: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the response of ``/tokenize``; ``None`` if refused or not available."""
+        """Return the response of ``/tokenize``; ``None`` if refused or not available. Raises:
+        ValueError, the engine failed (status 500 or above), so ask again later."""
         url += "/tokenize"
         status, data = await ask(
             self.session, "POST", url, key=self.api_key, timeout_s=_ANSWER_S, json=body
@@ -286,8 +291,8 @@ def _probes_of(tokenizer: ChatTokenizer) -> _Probes:
 
 
 def longest_prompt(workers: Iterable[Worker]) -> LongestPrompt | None:
-    """Return the longest prompt that can be served, limited by the largest prefill and the largest
-    decode engine."""
+    """Return the longest prompt that can be served: the smaller of the prefill engines' and the
+    decode engines' largest limit. ``None``: a limit is unknown, or there is no engine."""
     most: dict[str, int] = {}
     contexts: dict[str, float] = {}
     cuts = False
@@ -304,7 +309,7 @@ def longest_prompt(workers: Iterable[Worker]) -> LongestPrompt | None:
 
 
 def refused_fields(workers: Iterable[Worker]) -> frozenset[str]:
-    """Fields of a request that all prefill engines or all decode engines refuse."""
+    """Return the request fields that all prefill engines or all decode engines refuse."""
     of_role: dict[str, frozenset[str]] = {}
     for worker in workers:
         refused = frozenset(worker.info.refused_fields if worker.info is not None else ())

@@ -9,15 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 MOST_CHARS = 16 << 20
-"""Limit on one value, written as JSON."""
+"""Limit on the characters of one value, written as JSON."""
 MOST_HOPS = 1 << 20
-"""Limit on the sum of the nesting depths of all values of one ``tojson``, which determines its
-cost."""
+"""Limit on the sum of the nesting depths of everything that one ``tojson`` writes; its computing
+time grows with that sum."""
 
 
 class TemplateError(ValueError):
-    """The chat cannot be rendered: there is no template, or template or engine refuse the
-    messages."""
+    """The chat cannot be rendered: no template, or template or engine refuse its messages."""
 
 
 class TooMuch(TemplateError):
@@ -25,7 +24,8 @@ class TooMuch(TemplateError):
 
 
 def written_chars(value: Any, indent: int | str = 0) -> int:
-    """Return a lower bound on the characters of ``value`` as JSON. Raises: TooMuch."""
+    """Return a lower bound on the characters of ``value`` as JSON. Raises: TooMuch, ``MOST_CHARS``
+    or ``MOST_HOPS`` is exceeded."""
     step = indent if isinstance(indent, int) else len(indent)
     chars = hops = 0
     level = [value]

@@ -1,1 +1,1 @@
-"""Checks request bodies and headers, splits them, and rewrites them for each leg."""
+"""Checks clients' request bodies and headers, splits batches, and builds the engines' requests."""

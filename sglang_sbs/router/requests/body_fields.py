@@ -1,4 +1,4 @@
-"""Types the fields of a request body once, and checks those that have rules of their own."""
+"""Converts the fields of a request body to values, and checks those with rules of their own."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _SCALAR_BYTES = 64
 _NAME_BYTES = 1 << 16
 _MOST_RID_CHARS = 1024
 MOST_FIELDS = 1 << 14
-"""Limit on the members of an object that are typed: a hostile body may have half a million."""
+"""Limit on the members of a JSON object: a hostile body may have half a million."""
 BESIDES_PROMPT = frozenset(
     {"image_data", "video_data", "audio_data", "embed_overrides", "session_params"}
 )
-"""Fields that add to the prompt: with any of them the engine's prompt is more than the body's."""
+"""Fields that add to the prompt: with any of them, the engine's prompt is more than text or ids."""
 NAMESPACE_FIELDS = ("cache_salt", "extra_key", "lora_path")
 _TEXT_MEMBERS = ("content", "arguments", "output", "summary")
 
 Value = bool | int | float | str | Raw | bytes | None
-"""A typed field: lists, objects and any value over 64 bytes stay JSON."""
+"""A field's value. Lists, objects and any value over 64 bytes stay JSON (``Raw`` or ``bytes``)."""
 Fields = Mapping[str, Value]
 _JSON = Raw, bytes
 _value_of: Callable[[Raw | bytes], Any] = msgspec.json.Decoder().decode
@@ -54,7 +54,7 @@ class Body(dict[str, Raw]):
     Members may be removed or replaced; the values stay those of the client."""
 
     def __init__(self, members: Mapping[str, Raw]) -> None:
-        """Raises: RouterError (400), there are too many."""
+        """Convert the values. Raises: RouterError (400), more than ``MOST_FIELDS`` members."""
         if len(members) > MOST_FIELDS:
             raise bad_request(f"{len(members)} fields in one object are over {MOST_FIELDS}")
         super().__init__(members)
@@ -78,8 +78,7 @@ def bad_request(message: str, code: str = "invalid_request") -> RouterError:
 
 
 def is_true(value: Value) -> bool:
-    """Return the value's truth as in Python; a list or object containing spaces counts as not
-    empty."""
+    """Return the value's truth as in Python; but ``[ ]`` and ``{ }``, with a space, are true."""
     if isinstance(value, _JSON):
         return bytes(memoryview(value)[:3]) not in (b"[]", b"{}")
     return bool(value)
@@ -128,7 +127,7 @@ def rids_of(rid: Value, units: int) -> tuple[str, ...]:
 
 
 def any_true(value: Value) -> bool:
-    """Return the truth of a field, or of any entry of a list."""
+    """Return whether a value is true, or any entry if it is a list."""
     if isinstance(value, Raw) and is_list(value):
         return any(is_true(typed(entry)) for entry in raw_json.entries_of(value))
     return is_true(value)
@@ -139,7 +138,8 @@ def is_alone(fields: Fields) -> bool:
 
 
 def namespace_of(fields: Fields) -> Namespace | None:
-    """Return the cache namespace; ``None`` if it is unclear (lists, unexpected types)."""
+    """Return the request's namespace in the KV cache; ``None`` if it is unclear (lists, unexpected
+    types)."""
     given = [name for name in NAMESPACE_FIELDS if is_true(fields.get(name))]
     if not given:
         return PLAIN
@@ -163,7 +163,7 @@ def text_of(fields: Fields, name: str) -> str:
 
 
 def whole_text_of(fields: Fields, name: str) -> str:
-    """Return a text; empty if it is not a text or is longer than any name."""
+    """Return the text of a field; empty if it is missing, not a text, or over 64 KiB of JSON."""
     value = fields.get(name)
     if isinstance(value, Raw) and is_text(value) and len(memoryview(value)) <= _NAME_BYTES:
         value = raw_json.value_of(value)
@@ -171,15 +171,15 @@ def whole_text_of(fields: Fields, name: str) -> str:
 
 
 def text_bytes_of(messages: Raw) -> int:
-    """Return the size as JSON of the text in a chat's messages or a response's items, without
-    media."""
+    """Return the size of the text (as JSON, without media) in a chat's messages or a response's
+    items."""
     entries = map(raw_json.members_of_entry, raw_json.entries_of(messages))
     return sum(_content_bytes(entry.get(name)) for entry in entries for name in _TEXT_MEMBERS)
 
 
 def _content_bytes(content: Raw | None, depth: int = 0) -> int:
-    """Return the size of a message's text; ``depth`` counts nested content, as in Anthropic's tool
-    results."""
+    """Return the size of the text in a message's content, in bytes of JSON. ``depth``: nesting of
+    the content, as in Anthropic's tool results."""
     if content is None:
         return 0
     if raw_json.first_byte(content) == b'"':
@@ -194,7 +194,7 @@ def _content_bytes(content: Raw | None, depth: int = 0) -> int:
 
 
 def output_limit(value: Value) -> int | None:
-    """Return a limit on output tokens for the scheduler; invalid values are left to the engine."""
+    """Return a limit on output tokens for the scheduler; ``None`` if missing or invalid."""
     return clamped_count(value) if type(value) is int else None
 
 

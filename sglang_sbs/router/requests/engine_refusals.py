@@ -50,7 +50,7 @@ _OUTPUT_LIMITS = {
     "completions": ("max_tokens",),
     "chat": ("max_completion_tokens", "max_tokens"),
 }
-"""Fields with a limit on output tokens."""
+"""Fields with a limit on output tokens, by kind of request."""
 _CHECKED = frozenset({"top_k", *(name for name, _, _ in _RANGES)}.union(*_GRAMMARS.values()))
 """Fields that :func:`check_sampling` checks in addition to the limits."""
 _RESPONSE_SAMPLING = (*(name for name, _, _ in _RANGES), "top_k")
@@ -76,9 +76,9 @@ _BY_FLAGS = {
 
 
 def check_sampling(kind: _Kind, fields: Fields) -> int | None:
-    """Check the sampling parameters of ``/generate`` or the body of an OpenAI request. Values that
-    are neither numbers nor text are left to the engine. Returns what :func:`asked_tokens` does.
-    Raises: RouterError (400)."""
+    """Check the sampling parameters of ``/generate`` or the body of an OpenAI request, and return
+    the client's limit on output tokens (see :func:`asked_tokens`). Values that are neither numbers
+    nor text are left to the engine. Raises: RouterError (400), SGLang would refuse a value."""
     if _CHECKED.isdisjoint(fields):  # as in most requests
         return _check_limits(kind, fields)
     for name, is_right, wanted in _RANGES:
@@ -95,14 +95,13 @@ def check_sampling(kind: _Kind, fields: Fields) -> int | None:
 
 
 def store_disabled(param: str) -> RouterError:
-    """Return SGLang's refusal of requests that need stored responses, which it does not support
-    under PD."""
+    """Return SGLang's refusal of stored responses, which it does not support under PD."""
     return RouterError(400, "invalid_request", _NO_STORE, param=param)
 
 
 def check_responses(fields: Fields) -> None:
-    """Check a body of ``/v1/responses`` for options that no engine supports under PD, or that only
-    decode would refuse (prefill is not asked to stream). Raises: RouterError (400)."""
+    """Check a body of ``/v1/responses``. Raises: RouterError (400), it has an option that no engine
+    supports under PD, or that only decode would refuse (prefill is not asked to stream)."""
     if fields.get("previous_response_id") is not None:
         raise store_disabled("previous_response_id")
     if is_true(fields.get("background")):
@@ -119,15 +118,15 @@ def check_responses(fields: Fields) -> None:
 
 
 def response_tokens(fields: Fields) -> int | None:
-    """Return SGLang's limit on output tokens of ``/v1/responses``: two fewer than the client's
-    (``ResponsesRequest.to_sampling_params``). ``None`` without a client limit."""
+    """Return SGLang's limit on the output tokens of ``/v1/responses``: two fewer than the client's
+    (``ResponsesRequest.to_sampling_params``). ``None`` if the client sets no limit."""
     asked = _whole(fields, "max_output_tokens")
     return None if asked is None else asked - 2
 
 
 def check_flags(kind: _Kind, fields: Fields, refused: Collection[str]) -> None:
-    """Reject fields of a body that all engines of a role refuse (``refused``, from
-    ``WorkerInfo.refused_fields``). Raises: RouterError (400)."""
+    """Check a body for fields that all prefill or all decode engines refuse (``refused``, from
+    ``WorkerInfo.refused_fields``). Raises: RouterError (400), it uses one."""
     for name in refused:
         value = fields.get(name)
         if value is None:
@@ -147,10 +146,10 @@ def check_flags(kind: _Kind, fields: Fields, refused: Collection[str]) -> None:
 def check_counted(
     tokens: int, asked_tokens: int | None, logprobs_from: int | None, context_tokens: float
 ) -> None:
-    """Check a tokenized prompt against the engines' limits. ``tokens``: the engines' count;
-    ``asked_tokens``: limit on output; ``logprobs_from``: first prompt token with logprobs; each
-    ``None`` if the client omits it. ``context_tokens``: largest context of any engine of some role.
-    Raises: RouterError (400)."""
+    """Check a tokenized prompt against the engines' limits. ``tokens``: the prompt's;
+    ``asked_tokens``: limit on output; ``logprobs_from``: first prompt token with logprobs (each
+    ``None`` if the client omits it); ``context_tokens``: longest context (``LongestPrompt``).
+    Raises: RouterError (400), every engine would refuse it."""
     if asked_tokens is not None and tokens + asked_tokens > context_tokens:
         raise bad_request(
             f"Requested token count exceeds the model's maximum context length of "
@@ -167,7 +166,7 @@ def check_counted(
 
 
 def asked_tokens(kind: _Kind, fields: Fields) -> int | None:
-    """Return the client's limit on output tokens; ``None`` if it is missing or SGLang's releases
+    """Return the client's limit on output tokens; ``None`` if it is missing, or SGLang's releases
     disagree on its meaning."""
     limits = [limit for name in _OUTPUT_LIMITS[kind] if (limit := _whole(fields, name)) is not None]
     if len(limits) != 1 or (kind == "chat" and not limits[0]):  # 0 means no limit for chats
@@ -176,8 +175,8 @@ def asked_tokens(kind: _Kind, fields: Fields) -> int | None:
 
 
 def logprobs_from(params: Fields, fields: Fields) -> int | None:
-    """Return the first prompt token with logprobs of a ``/generate`` request; ``None`` if SGLang
-    ignores it. Old releases also ignore it if nothing is generated."""
+    """Return ``logprob_start_len`` of a ``/generate`` request, the first prompt token with
+    logprobs; ``None`` if SGLang ignores it. Old releases ignore it if nothing is generated."""
     wants, start = LOGPROB_FIELDS
     if not is_true(fields.get(wants)) or asked_tokens("generate", params) == 0:
         return None
@@ -207,7 +206,7 @@ def _check_limits(kind: _Kind, fields: Fields) -> int | None:
 
 
 def _number(fields: Fields, name: str) -> int | float | None:
-    """Return a number; ``None`` if it is missing or is something else."""
+    """Return the number in a field; ``None`` if it is missing or is something else."""
     value = fields.get(name)
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None
 

@@ -1,4 +1,4 @@
-"""Splits request headers into those that both legs get and those that address the router."""
+"""Separates the request headers that engines get from those that ask something of the router."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from sglang_sbs.scheduling.queue.fairness import MOST_TENANT_CHARS
 
 SLO_HEADER = "x-sgl-ttft-slo-ms"
 TIMING_HEADER = "x-sbs-server-timing"
-"""The value 1 asks for the time to the first token by part (``Server-Timing``)."""
+"""Header whose value 1 asks for the TTFT by part, which the response has in ``Server-Timing``."""
 
 KEY_HEADER = "x-api-key"
-"""Header with the key in Anthropic's clients."""
+"""Header in which clients of Anthropic's API send their key."""
 
 _HEADER_VALUE = re.compile(r"[^\x00-\x08\x0a-\x1f\x7f]*")
-"""Without line breaks, so a forwarded value stays one header. The HTTP parser checks this as
-well."""
+"""Header values that may be forwarded: without line breaks, so a value stays one header. The HTTP
+parser checks this as well."""
 
 _ID_HEADER = "x-request-id"
 _ID_PREFIX = "x-request-id-"
@@ -28,7 +28,8 @@ _FORWARDED_HEADERS = frozenset(
     {"authorization", "x-correlation-id", "traceparent", "tracestate", "x-smg-routing-key"}
 )
 MOST_FORWARDED_CHARS = 64 << 10
-"""Twice the limit of one header: room for the largest token and for baggage."""
+"""Limit on all headers forwarded to engines: twice that of one header, which is enough for the
+largest ``Authorization`` and trace headers."""
 _MILLISECONDS = re.compile(r"[0-9]{1,12}(\.[0-9]{1,6})?")
 
 
@@ -37,12 +38,12 @@ Headers = Sequence[tuple[str, str]]
 
 
 def in_lower_case(headers: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return the headers of a request as the functions of this module take them."""
+    """Return a request's headers as pairs of name (in lower case) and value."""
     return [(name.lower(), value) for name, value in headers.items()]
 
 
 def forwarded_headers(headers: Headers, request_id: str) -> bytes:
-    """Return the client's headers for both legs as header lines. All others are dropped, among them
+    """Return the client's headers that engines get, as header lines. Others are dropped, among them
     ``X-Data-Parallel-Rank`` and ``x-override-*``, which would overrule the chosen rank. Raises:
     RouterError (431), they are too long: each request of a batch sends them twice."""
     lines: list[str] = []
@@ -60,8 +61,8 @@ def forwarded_headers(headers: Headers, request_id: str) -> bytes:
 
 
 def with_bearer(headers: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Add ``Authorization`` for clients of Anthropic's API, which send ``x-api-key`` instead;
-    SGLang reads only ``Authorization``."""
+    """Return the headers with ``Authorization`` added for clients of Anthropic's API, which send
+    ``x-api-key`` instead; SGLang reads only ``Authorization``."""
     values = dict(headers)
     if "authorization" in values or KEY_HEADER not in values:
         return headers
@@ -69,15 +70,15 @@ def with_bearer(headers: list[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 class RouterHeaders(NamedTuple):
-    """Requests to the router in headers, which are not forwarded to engines."""
+    """Settings of a request for the router, from its headers: SLO, tenant, timing and session."""
 
     ttft_slo_s: float | None = None
     tenant: str = ""
     timing: bool = False
     session: str = ""
-    """Session id from a header."""
+    """Session id from a header; empty: none."""
     correlation: str = ""
-    """Fallback session id, used if nothing else names the session."""
+    """Fallback session id (``x-correlation-id``), used if nothing else names the session."""
 
 
 _ASKING = ALL_HEADERS | {SLO_HEADER, TIMING_HEADER}
@@ -85,8 +86,9 @@ _NOTHING_ASKED = RouterHeaders()
 
 
 def asked_in(headers: Headers, tenant_header: str | None) -> RouterHeaders:
-    """Read SLO, tenant and session. ``tenant_header``: its name in lower case, if configured.
-    Raises: RouterError (400), naming the header and what to write."""
+    """Return what the client asks of the router. ``tenant_header``: header with the tenant (in
+    lower case), if configured. Raises: RouterError (400), naming the invalid header and what to
+    write."""
     names = {name for name, _ in headers}
     if _ASKING.isdisjoint(names) and tenant_header not in names:  # as in most requests
         return _NOTHING_ASKED

@@ -1,5 +1,5 @@
-"""Turns a client request into single requests and the bodies of their legs. Decides which fields of
-SGLang's request JSON a client may set, and limits the size of all legs."""
+"""Splits a client request into single ones, and builds their bodies for prefill and decode. Decides
+which fields of SGLang's JSON a client may set, and limits the size of all bodies together."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ PATHS: dict[RouteKind, str] = {
 CONVERTED: tuple[RouteKind, ...] = ("messages", "responses")
 """Kinds of requests that engines convert to chats. SGLang's own fields have no effect in them."""
 _RID_FIELD: dict[RouteKind, str] = {"responses": "request_id"}
-"""Field with the engine's id of a request, if it is not ``rid``. Clients see the id of a
-response."""
+"""Body field that sets the engine's id of a request, where it is not ``rid``. Clients of
+``/v1/responses`` see that id."""
 
 # SGLang fault: internal-fields-of-clients, duplicate-room
 _INTERNAL_FIELDS = (
@@ -50,25 +50,25 @@ _INTERNAL_FIELDS = (
     "return_bytes",
 )  # fmt: skip
 """Routing internals, and fields that one SGLang process sets for another: clients must not set
-them. SGLang 0.5.23 accepts the later ones from anyone (``managers/io_struct.py``). A number for
+them. SGLang 0.5.23 accepts the latter from anyone (``managers/io_struct.py``). A number for
 ``positional_embed_overrides`` crashes an engine on CPU (``managers/scheduler.py``; elsewhere with
 several nodes or pipeline parallelism), an unknown ``lora_id`` one with ``--enable-lora``."""
 _INTERNAL = frozenset(_INTERNAL_FIELDS)
 
 _ASK_CACHED = "return_cached_tokens_details"
 _ASKS_CACHED = ("completions", "chat")
-"""Kinds of requests in which SGLang has that field."""
+"""Kinds of requests for which SGLang has ``return_cached_tokens_details``."""
 _IDS_FIELD = {"generate": "input_ids", "completions": "prompt", "chat": "input_ids"}
 # SGLang fault: messages-without-rid
 _RID_HEADER = b"x-override-rid: %b\r\n"
-"""Sets the rid of ``/v1/messages``, whose body has no ``rid``. SGLang reads this header if
+"""Header that sets the rid of ``/v1/messages``, whose body has no ``rid``. SGLang reads it if
 ``SGLANG_ENABLE_REQUEST_HEADER_OVERRIDES`` is on, as the plugin sets it. Otherwise the engine
 generates an id, and only closing the connection ends the request."""
 _MOST_OPTIONS_BYTES = 1024
 """Limit on ``stream_options``, which every request of a batch gets; SGLang has two switches in
 it."""
 _JOINED_BYTES = 1 << 16
-"""Smaller bodies are sent as one piece, which is faster."""
+"""Largest body that is joined and sent as one piece, which is faster for small bodies."""
 
 Pieces = tuple[bytes | bytearray, ...]
 
@@ -78,20 +78,20 @@ class RequestPlan(msgspec.Struct, frozen=True, gc=False):
     stream: bool
     prompts: tuple[Prompt, ...]
     common: bytes | bytearray
-    """JSON members shared by all legs."""
+    """JSON members that the bodies of all prefill and decode requests share."""
     samples: int
-    """Units per prompt. A unit is one single request, sent as one pair of legs. Its number is the
-    position of its output, or of its first choice, in the merged response."""
+    """Units per prompt (``n``). A unit is sent as one prefill and one decode request. Its number is
+    the position of its output, or of its first choice, in the merged response."""
     units: range
     as_list: bool
-    """``/generate`` answers a batch or ``n > 1`` with a list, even if it has one entry."""
+    """True if the response is a list, even with one entry (``/generate``, a batch or ``n > 1``)."""
     merge_logprobs: bool
-    """The response includes input logprobs, which only prefill has."""
+    """True if the response includes input logprobs, which only prefill has."""
     may_ask_cached: bool
-    """Prefill can be asked for its cached tokens. ``/generate`` always reports them, and a field
-    set by the client is left alone."""
+    """True if prefill can be asked for its cached tokens. ``/generate`` always reports them, and
+    the field for it is left alone if the client set it."""
     stream_options: bytes | None
-    """The client's ``stream_options`` as JSON."""
+    """The client's ``stream_options`` as JSON, if any."""
     client_rids: tuple[str, ...]
     model: str = ""
     session: str = ""
@@ -105,11 +105,12 @@ class RequestPlan(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def edits_answers(self) -> bool:
-        """Responses of engines are modified before they are passed on."""
+        """True if engines' responses are modified before they are passed on."""
         return self.merge_logprobs or bool(self.client_rids)
 
     def client_rid(self, unit: int) -> str | None:
-        """Return the client's id of one output; SGLang derives a batch's ids from a single one."""
+        """Return the client's id of a unit's output, if it gave any. From a single id, the ids of a
+        batch are derived as in SGLang."""
         if not self.client_rids:
             return None
         if len(self.client_rids) == len(self.units):
@@ -117,7 +118,7 @@ class RequestPlan(msgspec.Struct, frozen=True, gc=False):
         return f"{self.client_rids[0]}_{unit}"
 
     def forget_values(self) -> None:
-        """Free the prompts' values once they are tokenized."""
+        """Free the memory of the prompts' values; call it once they are tokenized."""
         for prompt in self.prompts:
             prompt.value = None
 
@@ -128,8 +129,8 @@ def plan_request(
     limits: RelayConfig | None = None,
     refused: Collection[str] = (),
 ) -> RequestPlan:
-    """Check a body and split it. ``refused``: fields that all engines of a role refuse.
-    Raises: RouterError (400), naming the field and the problem."""
+    """Check a request body, and split it into units. ``refused``: fields that all prefill or all
+    decode engines refuse. Raises: RouterError (400), naming the field and the problem."""
     try:
         return _plan(kind, raw, limits or RelayConfig(), refused)
     except JsonError as error:
@@ -196,7 +197,8 @@ def _plan(
 
 
 def leg_headers(kind: RouteKind, headers: bytes, rid: str) -> Pieces:
-    """Return the header lines of both legs; includes the rid if the body has no field for it."""
+    """Return the header lines for prefill and decode, with the rid if the body has no field for
+    it."""
     return (headers, _RID_HEADER % rid.encode()) if kind == "messages" else (headers,)
 
 
@@ -210,8 +212,8 @@ def leg_bodies(
     ids_json: bytes | None = None,
     asks_cached: bool = False,
 ) -> tuple[Pieces, Pieces]:
-    """Return the bodies for prefill and decode, sharing large pieces among all legs. Prefill is
-    asked not to stream: its HTTP status then shows the leg's result, and its counts come at once.
+    """Return a unit's bodies for prefill and decode. Large pieces are shared, not copied. Prefill
+    is asked not to stream: its HTTP status then shows the result, and its counts come at once.
     ``ids_json``: token ids to send instead of the text or with a chat. ``asks_cached``: ask prefill
     for its cached tokens."""
     prefiller, decoder, rank = placement.prefill, placement.decode, placement.prefill_rank

@@ -19,22 +19,23 @@ Raw = msgspec.Raw
 
 _PIECE_BYTES = 1 << 18
 _SPLIT_BYTES = 1 << 15
-"""Bytes split at quotes at a time: a string of one byte takes 34 bytes."""
+"""Bytes of JSON split at quotes in one step, so that the list of short strings, several times as
+large as the JSON, stays below about a megabyte."""
 _SMALL_BYTES = 1 << 16
-"""Bodies up to this size are not checked for density."""
+"""JSON up to this size is not checked for the memory that its objects would take."""
 _HEAD_BYTES = 32
 _IDS_BYTES = 1 << 14
-"""Bytes of token ids that become objects at a time."""
+"""Bytes of a list of token ids that are converted to objects at a time, to limit memory."""
 _FREE_BYTES = 16 << 20
 _GROWTH = 4
 """Objects may take this many bytes per byte of JSON, plus ``_FREE_BYTES``."""
 _OBJECT_BYTES = {ord("{"): 200, ord("["): 72, ord('"'): 32, ord(","): 40}
-"""Memory per character of JSON outside strings (two quotes are one string)."""
+"""Estimated memory of objects per character of JSON outside strings (two quotes: one string)."""
 MOST_SHOWN = 100
 """Bytes of a bad value quoted in an error message."""
 
 MEMBERS = msgspec.json.Decoder(dict[str, Raw])
-"""Splits an object. Input from clients goes through :func:`members_of`; engines' may be dense."""
+"""Splits a JSON object. For clients' input use :func:`members_of`, which limits memory."""
 ENTRIES = msgspec.json.Decoder(list[Raw])
 OBJECTS = msgspec.json.Decoder(list[dict[str, Raw]])
 _STRING = msgspec.json.Decoder(str)
@@ -47,7 +48,7 @@ class JsonError(ValueError):
 
 
 def decoded(decoder: msgspec.json.Decoder[T], raw: Json, prefix: str = "") -> T:
-    """Decode JSON. Raises: JsonError, beginning with ``prefix``."""
+    """Decode JSON. Raises: JsonError, it is invalid; the message begins with ``prefix``."""
     try:
         return decoder.decode(raw)
     except (ValueError, RecursionError) as error:
@@ -65,13 +66,14 @@ def members_of(body: bytes | bytearray) -> dict[str, Raw]:
 
 
 def entries_of(raw: Raw) -> list[Raw]:
-    """Split a list. Raises: JsonError."""
+    """Split a list. Raises: JsonError, it is not a list, or has too many values."""
     _check_density(memoryview(raw), b'{[",')
     return decoded(ENTRIES, raw)
 
 
 def members_of_entry(raw: Raw) -> dict[str, Raw]:
-    """Split an object inside a checked body; empty for any other value. Raises: JsonError."""
+    """Split an object inside a checked body; empty for any other value. Raises: JsonError, it has
+    too many values."""
     if first_byte(raw) != b"{":
         return {}
     _check_density(memoryview(raw), b'{["')
@@ -79,8 +81,9 @@ def members_of_entry(raw: Raw) -> dict[str, Raw]:
 
 
 def number_lists_of(raw: Raw, depth: int, most: int) -> list[bytes]:
-    """Split a list of number lists, each ``depth`` deep, into at most ``most`` + 1 entries.
-    Raises: JsonError, it contains something else."""
+    """Split a list of number lists, each ``depth`` deep (1: token ids, 2: embeddings). A result of
+    ``most`` + 1 entries means that there are too many; the last is then not split. Raises:
+    JsonError, it contains something else."""
     body = bytes(raw).strip()
     if b'"' in body:
         raise JsonError("there is text among its numbers")
@@ -99,7 +102,7 @@ def number_lists_of(raw: Raw, depth: int, most: int) -> list[bytes]:
 
 
 def value_of(raw: Raw | bytes | bytearray) -> Any:
-    """Convert to Python objects. Raises: JsonError."""
+    """Convert to Python objects. Raises: JsonError, it is invalid, or has too many values."""
     if first_byte(raw) == b'"':
         return decoded(_STRING, raw, "not valid JSON: ")  # orjson copies it, and reserves 12 times
     view = memoryview(raw)
@@ -111,7 +114,7 @@ def value_of(raw: Raw | bytes | bytearray) -> Any:
 
 
 def token_ids_of(raw: Raw | bytes) -> array[int] | None:
-    """Convert a list of token ids (uint32); ``None`` if an entry is not one."""
+    """Convert a list of token ids to uint32; ``None`` if an entry is not a token id."""
     view = memoryview(raw)
     if bytes(view[:1]) != b"[" or bytes(view[-1:]) != b"]":
         view = memoryview(bytes(raw).strip())
@@ -205,7 +208,8 @@ def count_outside_strings(
 
 
 def _check_density(body: bytes | bytearray | memoryview, characters: bytes) -> None:
-    """Check that the parsed objects would not be far larger than the JSON. Raises: JsonError."""
+    """Check the memory that the parsed objects would take. ``characters``: those that make objects.
+    Raises: JsonError, it is far more than the JSON (``_GROWTH``)."""
     size = len(body)
     if size <= _SMALL_BYTES:
         return

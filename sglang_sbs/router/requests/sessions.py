@@ -34,25 +34,26 @@ HEADERS = (
     "x-session-id",
 )
 LAST_HEADER = "x-correlation-id"
-"""Used only if nothing else names a session, because most senders mean a single request."""
+"""Header used only if nothing else names a session, because most senders mean a single request."""
 ALL_HEADERS = frozenset({*HEADERS, LAST_HEADER})
 _FIELDS = ("session_id", "prompt_cache_key")
 _MOST_METADATA_BYTES = 4096
 _CLAUDE_CODE = re.compile(r".*_session_([0-9a-fA-F-]{36})", re.DOTALL)
-"""``user_HASH_account_UUID_session_UUID``: Claude Code's format before it used JSON."""
+"""Claude Code's ``user_id`` before it used JSON: ``user_HASH_account_UUID_session_UUID``."""
 _DIGEST_BYTES = 16
 
 
 def session_in_headers(headers: Sequence[tuple[str, str]]) -> tuple[str, str]:
-    """Return the session id in the headers (names in lower case) and a fallback; empty if
-    missing."""
+    """Return the session id in the headers (names in lower case), and the fallback from
+    ``LAST_HEADER``; each is empty if missing."""
     given = {name: value.strip() for name, value in reversed(headers)}
     found = (given[name] for name in HEADERS if given.get(name))
     return next(found, ""), given.get(LAST_HEADER, "")
 
 
 def session_in_body(body: Body, *, has_user: bool) -> str:
-    """Return the session id in a body. ``has_user``: the body is for ``/v1/messages``."""
+    """Return the session id in a body; empty if missing. ``has_user``: the body is for
+    ``/v1/messages``, so ``metadata.user_id`` counts."""
     for name in _FIELDS:
         if session := body_fields.whole_text_of(body.typed, name):
             return session
@@ -60,8 +61,8 @@ def session_in_body(body: Body, *, has_user: bool) -> str:
 
 
 def _session_of_user(body: Body) -> str:
-    """Return the session in ``metadata.user_id``, in both of Claude Code's formats. The rest of
-    that field names a person or a device, which have many conversations."""
+    """Return the session id in ``metadata.user_id``, in either of Claude Code's formats; empty if
+    missing. The rest of that field names a person or a device, which have many conversations."""
     metadata = body.get("metadata")
     if metadata is None or len(memoryview(metadata)) > _MOST_METADATA_BYTES:
         return ""

@@ -56,7 +56,7 @@ _PER_PROMPT_FIELDS = (
 """Fields of ``GenerateReqInput`` that a batch may set per prompt (its ``__getitem__``)."""
 
 _LIST_OF_LISTS = "token_ids_logprob"
-"""A field whose value is a list itself, so it is per prompt only as a list of lists."""
+"""Field whose value is a list itself, so only a list of lists has one value per prompt."""
 
 _PROMPT_FIELDS = ("text", "input_ids", "input_embeds")
 _NUMBER_STARTS = frozenset(b"%c" % digit for digit in b"-0123456789")
@@ -76,52 +76,56 @@ _RESPONSE_MEMBERS = (
 )  # fmt: skip
 """Fields that form the prompt of ``/v1/responses``."""
 _NOT_REPEATED = frozenset({"input", "instructions", "tools"})
-"""Fields that engines do not repeat in responses, or that the context limit bounds."""
+"""Fields of ``/v1/responses`` that ``MOST_REPEATED_BYTES`` does not limit: engines do not repeat
+them in responses, or the context limit bounds them."""
 MOST_REPEATED_BYTES = 1 << 20
-"""Limit on the other fields of a response: engines repeat them in two events before the first
-token, in the last event, and in prefill's response."""
+"""Limit on the fields of a ``/v1/responses`` body except ``_NOT_REPEATED``: engines repeat them in
+two events before the first token, in the last event, and in prefill's response."""
 
 MOST_READ_BYTES = 4 << 20
-"""Longer texts are not tokenized: their length is estimated, and the engine is likely to refuse
-them."""
+"""Largest text that is tokenized. The length of a larger one, likely to be refused, is
+estimated."""
 _OF_CACHE = (*NAMESPACE_FIELDS, *sorted(BESIDES_PROMPT))
-"""Fields that name the cached prefixes a prompt may use, or add to it beside its text.
+"""Fields that decide which cached prefixes a prompt may use, or that add to it beside its text.
 Only these are read per prompt: a batch has up to a thousand, and a body many other fields."""
 MOST_IDS_BYTES = 8 << 20
-"""Longer lists of token ids (over a million) are only counted."""
+"""Largest list of token ids, as JSON, that is read. Longer ones (a million ids) are only
+counted."""
 
 
 @dataclass(slots=True)
 class Prompt:
     value: Any
     """Value whose tokens are counted: a text, token ids (an ``array``), or the body of a chat or of
-    Anthropic's messages. ``None`` if it is not to be read; then ``tokens`` or ``size_bytes`` is
-    known."""
+    Anthropic's messages. ``None``: not to be read; ``tokens`` or ``size_bytes`` is known
+    instead."""
     tokens: int
-    """Number of embeddings, or of entries of an invalid id list."""
+    """Number of embeddings, or of ids in a list that is invalid or too long to read; otherwise
+    0."""
     size_bytes: int
-    """Size of a text, or of a chat's texts, that is too long to read."""
+    """Size of a text, or of a chat's texts, that is too long to read; otherwise 0."""
     member: bytes | bytearray
-    """The prompt as a JSON member for both legs; empty for a chat, whose prompt spans the body."""
+    """The prompt as a JSON member for prefill and decode; empty for a chat (it spans the body)."""
     own: bytes | bytearray
-    """JSON members for this prompt of a batch only."""
+    """JSON members that only this prompt of a batch has."""
     namespace: Namespace | None
     """Namespace in the KV cache; ``None`` if the body is unclear."""
     alone: bool
-    """The engine's prompt contains nothing in addition to ``value``."""
+    """True if the engine's prompt contains nothing in addition to ``value``."""
     takes_ids: bool
-    """Token ids can replace the text without changing the response."""
+    """True if token ids can replace the text without changing the response."""
     max_new_tokens: int | None = None
     asked_tokens: int | None = None
-    """``max_new_tokens`` if the client set it."""
+    """Limit on output tokens that the client set (``max_new_tokens`` may be a default)."""
     logprobs_from: int | None = None
-    """First prompt token with logprobs."""
+    """First prompt token with logprobs; ``None``: none asked for."""
 
 
 _Own = dict[str, Raw | bytes]
 
 _Split = tuple[list[Prompt], int, bool]
-"""Prompts, samples, and whether the response is a list. Shared members stay in the body."""
+"""Prompts, samples per prompt, and whether the response is a list. Members of the body that all
+prompts share stay in it."""
 
 
 def split_generate(body: Body, limits: RelayConfig) -> _Split:
@@ -160,7 +164,8 @@ def split_generate(body: Body, limits: RelayConfig) -> _Split:
 
 
 def _batch_of(key: str, raw: Raw, limits: RelayConfig) -> list[Raw] | list[bytes] | None:
-    """Return the prompts of a batch; ``None`` for a single prompt."""
+    """Return the prompts of a batch as JSON; ``None`` for a single prompt. ``key``: the field.
+    Raises: RouterError (400), the field is invalid."""
     first = first_byte(raw)
     if first == b'"':
         return None
@@ -181,15 +186,17 @@ def _batch_of(key: str, raw: Raw, limits: RelayConfig) -> list[Raw] | list[bytes
 
 
 def _check_count(raw: Raw, limits: RelayConfig) -> None:
-    """Check the number of entries in a list of texts before building it."""
+    """Check the number of texts in a list before building it. Raises: RouterError (400), too
+    many."""
     view = memoryview(raw)
     if len(view) >= limits.max_units:
         _check_units(count_outside_strings(view, b'",')[ord(",")] + 1, 1, limits)
 
 
 def _params_of(body: Body, batch: int | None) -> list[Body]:
-    """Return the sampling parameters: one object for all prompts, or one each. Their values stay
-    JSON: a ``logit_bias`` of megabytes would be many times as large as objects."""
+    """Return the sampling parameters: one object for all prompts, or one per prompt of the
+    ``batch``. Values stay JSON: a ``logit_bias`` of megabytes would be many times as large as
+    objects."""
     raw = body.get("sampling_params")
     if raw is None or is_null(raw):
         return [Body({})]
@@ -205,7 +212,7 @@ def _params_of(body: Body, batch: int | None) -> list[Body]:
 
 
 def _move_own(body: Body, own: list[_Own], batch: int) -> None:
-    """Move lists with an entry per prompt to the prompts."""
+    """Move fields of ``body`` with one entry per prompt to the ``own`` members of each prompt."""
     for name in _PER_PROMPT_FIELDS:
         raw = body.get(name)
         if raw is None or first_byte(raw) != b"[":
@@ -225,7 +232,8 @@ def _check_entries(name: str, entries: list[Any], batch: int) -> None:
 
 
 def _samples_of(params: list[Body]) -> int:
-    """Return ``n`` of native sampling parameters; 1 for beam search, where it counts beams."""
+    """Return ``n`` of ``/generate``'s sampling parameters, which is the same for all prompts; 1 for
+    beam search, where ``n`` counts beams."""
     values = {positive("n", item.typed.get("n")) for item in params}
     if len(values) > 1:
         raise bad_request("sampling_params.n must be the same for all prompts of a batch")
@@ -262,7 +270,7 @@ def split_openai(
 
 
 def _messages_of(body: Body) -> Raw:
-    """Return the messages of a chat. Raises: RouterError, there are none."""
+    """Return the messages of a chat. Raises: RouterError (400), there are none."""
     messages = body.get("messages")
     if messages is None or first_byte(messages) != b"[" or first_byte(messages, 1) == b"]":
         raise bad_request("messages must be a non-empty list")
@@ -270,8 +278,7 @@ def _messages_of(body: Body) -> Raw:
 
 
 def split_messages(raw: bytes | bytearray, body: Body) -> _Split:
-    """Return the prompt of a ``/v1/messages`` body. SGLang gives such requests no cache
-    namespace."""
+    """Split a ``/v1/messages`` body: always one prompt, in SGLang without cache namespace."""
     messages, fields = _messages_of(body), body.typed
     check_sampling("chat", {name: fields[name] for name in _MESSAGE_SAMPLING if name in fields})
     if len(raw) <= MOST_READ_BYTES:
@@ -286,7 +293,7 @@ def split_messages(raw: bytes | bytearray, body: Body) -> _Split:
 
 
 def split_responses(raw: bytes | bytearray, body: Body) -> _Split:
-    """Return the prompt of a ``/v1/responses`` body. SGLang supports no LoRA adapter for it."""
+    """Split a ``/v1/responses`` body: always one prompt. SGLang supports no LoRA adapter for it."""
     texts = body.get("input")
     if texts is None or first_byte(texts) not in (b'"', b"["):
         raise bad_request("input must be a string or a list of items")
@@ -311,8 +318,8 @@ def split_responses(raw: bytes | bytearray, body: Body) -> _Split:
 
 
 def _first_limit(kind: str, values: Iterable[Any]) -> int | None:
-    """Return the first valid limit on output tokens, else SGLang's default; later values are not
-    read."""
+    """Return the first valid limit on output tokens, else SGLang's default for this kind of request
+    (``None``: no default). Later values are not read."""
     limits = (limit for limit in map(output_limit, values) if limit is not None)
     return next(limits, _DEFAULT_MAX_TOKENS[kind])
 
@@ -336,7 +343,8 @@ def _completion_prompts(raw: Raw | None, limits: RelayConfig) -> list[Raw] | lis
 def _prompts(
     key: str, values: list[Raw] | list[bytes], rest: Body, own: list[_Own], *, takes_ids: bool
 ) -> list[Prompt]:
-    """Build prompts; ``rest`` has the fields shared by all, ``own`` those of each."""
+    """Build the prompts from their ``values`` in the field ``key``. ``rest``: fields shared by all
+    prompts; ``own``: fields of each."""
     shared = {name: rest.typed[name] for name in _OF_CACHE if name in rest}
     alone, namespace = is_alone(shared), namespace_of(shared)
     prompts = []
@@ -352,7 +360,7 @@ def _prompts(
 
 
 def _read(key: str, raw: Raw | bytes) -> tuple[Any, int, int]:
-    """Return ``value``, ``tokens`` and ``size_bytes`` of a prompt."""
+    """Return ``value``, ``tokens`` and ``size_bytes`` of a :class:`Prompt`."""
     size = len(memoryview(raw))
     if first_byte(raw) == b'"':
         return (value_of(raw), 0, 0) if size <= MOST_READ_BYTES else (None, 0, size)

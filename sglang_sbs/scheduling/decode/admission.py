@@ -13,9 +13,9 @@ from sglang_sbs.scheduling.events import InstanceId, RequestEnded
 from sglang_sbs.scheduling.request import Request
 
 RESERVE_AFTER_PASSES = 10.0
-"""A request refused for this many mean forward times is old enough to reserve a rank."""
+"""Age, in mean forward times, from which a refused request may reserve a rank."""
 MOST_ASKED = 64
-"""Number of the oldest requests searched for one that is old enough."""
+"""Number of waiting requests, oldest first, searched for a refused one to reserve a rank for."""
 _OUTPUT_STEP = 0.05
 """Weight of a new answer's length in the smoothed mean."""
 
@@ -34,8 +34,8 @@ class ExpectedOutput:
     def answered_tokens(
         self, event: RequestEnded, request: Request, instances: Sequence[DecodeInstance]
     ) -> int:
-        """Return the answer's length, limited to what was requested and to a decode rank's
-        capacity."""
+        """Return the answer's length in tokens, limited to what was requested and to a decode
+        rank's KV capacity."""
         most = max((instance.kv_capacity_tokens for instance in instances), default=0)
         if request.max_new_tokens is not None:
             most = min(most, request.max_new_tokens)
@@ -47,7 +47,7 @@ class ExpectedOutput:
 
 
 class Reservation(NamedTuple):
-    """A rank reserved for one request until it has room for that request."""
+    """A rank reserved for one request (``rid``) until it has room for that request."""
 
     rid: str
     instance: InstanceId
@@ -61,13 +61,14 @@ class DecodeAdmission:
         self.outputs = outputs
         self._instances: Sequence[DecodeInstance] = ()
         self._room_tokens: int | None = None
-        """Room of the ranks that are not reserved; None: must be computed again."""
+        """Largest room of a rank that is not reserved, in tokens; None: must be computed again."""
         self.reserved: Reservation | None = None
         self.least_refused_tokens = math.inf
         """Smallest total length refused since :meth:`begin`."""
 
     def begin(self, instances: Sequence[DecodeInstance], waiting: Container[str]) -> None:
-        """Read the room of the running instances again. ``waiting``: ids of queued requests."""
+        """Begin a planning: read the room of ``instances`` (those up) again. ``waiting``: ids of
+        queued requests; a reservation for another one is dropped."""
         self._instances = instances
         self._room_tokens = None
         self.least_refused_tokens = math.inf
@@ -81,7 +82,7 @@ class DecodeAdmission:
         self._room_tokens = None
 
     def admits(self, request: Request) -> bool:
-        """Return whether some rank allowed for the request has room for all of it."""
+        """Return whether some rank that may get the request has room for its total length."""
         reserved = self.reserved
         if request.exclude or (reserved is not None and reserved.rid == request.rid):
             allowed = request.allowed_on(self._instances)
@@ -102,7 +103,7 @@ class DecodeAdmission:
         self.least_refused_tokens = min(self.least_refused_tokens, tokens)
 
     def may_admit_now(self, decode: DecodeInstance) -> bool:
-        """Return whether a refused request might fit, now that this instance has changed."""
+        """Return whether a request refused since :meth:`begin` might fit on this instance now."""
         return self.least_refused_tokens <= decode.room_tokens
 
     def is_open(self, request: Request, decode: DecodeInstance, rank: int) -> bool:

@@ -1,17 +1,17 @@
-"""Matches the ends of requests that the router sees to the request counts in a decode DP rank's
-reports. An ended request is subtracted from the last report until a report comes without it. It is
-not subtracted if such a report came before the end."""
+"""Matches the ends of requests that the router sees with the request counts in a decode DP rank's
+reports. A request that ended is subtracted from the last report until a report comes without it,
+and not at all if such a report came before the end."""
 
 from __future__ import annotations
 
 from collections import deque
 
 _FORGET_S = 2.0
-"""Longest time to match an end with a drop in the count, or a drop with an end. Afterwards the
-report alone counts: the request came from elsewhere (another router, a health check), or the engine
-frees its KV late."""
+"""Longest time, in seconds, to match an end with a drop in the count, or a drop with an end.
+Afterwards the report alone counts: the request came from elsewhere (another router, a health
+check), or the engine frees its KV late."""
 _MOST = 1024
-"""Larger differences are ignored: they cannot come from requests that ended."""
+"""Limit on changes matched per report; larger ones cannot come from requests that ended."""
 
 
 class Departures:
@@ -24,21 +24,23 @@ class Departures:
         self._left: int | None = None
         """Requests that have left the rank since its boot, according to its last report."""
         self._ended: deque[tuple[float, int]] = deque()
-        """Start time and KV tokens of requests that ended and are still in the last report."""
+        """Time of the last report before the end, and KV tokens, of each request that ended and is
+        still in the last report."""
         self._early: deque[float] = deque(maxlen=_MOST)
-        """Times since when requests are missing in the report without a known end."""
+        """For each request that is missing in the reports without a known end: time of the first
+        report without it."""
         self._owed: deque[float] = deque(maxlen=_MOST)
-        """Times since when requests that the rank counted as gone came back, or came without being
-        accepted. They will leave once more."""
+        """For each request that came back after the rank had counted it as gone, or came without
+        being accepted: time of that report. It will leave once more, which matches no end."""
         self.kv_tokens = 0
         """KV tokens of all requests that ended and are still in the last report."""
 
     def __len__(self) -> int:
-        """Number of requests that ended and are still in the last report."""
+        """Return the number of requests that ended and are still in the last report."""
         return len(self._ended)
 
     def on_ended(self, kv_tokens: int, reported_s: float) -> None:
-        """Record the end of a request that the rank had accepted. ``kv_tokens``: its KV tokens.
+        """Record the end of a request that the rank had accepted. ``kv_tokens``: KV that it held;
         ``reported_s``: time of the last report."""
         if self._early:
             self._early.popleft()

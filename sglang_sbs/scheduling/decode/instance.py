@@ -26,7 +26,7 @@ from sglang_sbs.wire import EndForward
 
 _ENDED_FIRST = 64
 _LOST_S = 5.0
-"""A request dispatched longer ago than this counts as accepted, even if no report contained its id.
+"""Seconds after which a dispatched request counts as accepted, even if no report contained its id.
 The report with the id was lost, and the first report received does not show how many were lost
 before it."""
 
@@ -40,9 +40,9 @@ class DecodeRequest:
     """Prompt plus expected output."""
     sent_s: float
     is_presumed: bool = False
-    """Its acceptance was assumed after a lost message, which may have been about another one."""
+    """Its acceptance is assumed: a report was lost, which may have been about another one."""
     is_doomed: bool = False
-    """Dispatched before the instance last went down."""
+    """Dispatched before the instance last went down, so gone if the engine restarted."""
 
 
 @dataclass(slots=True, repr=False)
@@ -54,19 +54,19 @@ class DecodeRank:
     flight: dict[str, DecodeRequest] = field(default_factory=dict)
     """Requests that the rank has not accepted yet, oldest first."""
     committed_tokens: int = 0
-    """Total length of ``requests``."""
+    """Total length (prompt plus expected output) of all ``requests``."""
     flight_tokens: int = 0
-    """Total length of ``flight``. This field and the next change as requests come and go."""
+    """Total length (prompt plus expected output) of the requests in ``flight``."""
     flight_prompt_tokens: int = 0
     ended_first: dict[str, int] = field(default_factory=dict)
-    """KV tokens of the last few requests that ended before a report contained them."""
+    """KV tokens of the last few requests that ended before a report contained them, by id."""
     departures: Departures = field(default_factory=Departures)
     cursor: ReportCursor = field(default_factory=ReportCursor)
     source: LoadSource = field(default_factory=LoadSource)
     reported_requests: int = 0
     reported_kv_tokens: int = 0
     was_down: bool = False
-    """The instance went down after the last report, and the next one shows whether it restarted."""
+    """The instance went down after the last report. The next one shows whether it restarted."""
 
     def __repr__(self) -> str:
         source = self.source.name
@@ -83,7 +83,7 @@ class DecodeRank:
         self.flight_prompt_tokens += request.prompt_tokens
 
     def _land(self, rid: str) -> DecodeRequest | None:
-        """Remove a request from those in flight, and return it."""
+        """Remove a request from ``flight`` and return it; None: it is not there."""
         request = self.flight.pop(rid, None)
         if request is not None:
             self.flight_tokens -= request.total_tokens
@@ -91,7 +91,7 @@ class DecodeRank:
         return request
 
     def drop(self, rid: str) -> DecodeRequest | None:
-        """Remove a request in any state, and return it."""
+        """Remove a request in any state and return it; None: it is unknown."""
         self._land(rid)
         request = self.requests.pop(rid, None)
         if request is not None:
@@ -99,7 +99,7 @@ class DecodeRank:
         return request
 
     def on_ended(self, rid: str, kv_tokens: int) -> None:
-        """Record the end of a request, which held ``kv_tokens`` then."""
+        """Record the end of a request, which held ``kv_tokens`` of KV."""
         on_its_way = rid in self.flight
         if self.drop(rid) is None:
             return
@@ -111,8 +111,8 @@ class DecodeRank:
             self.departures.on_ended(kv_tokens, self.cursor.reported_s)
 
     def forget(self, named: Sequence[str]) -> None:
-        """Drop requests of the former process after a restart, except those the new one has
-        ``named``."""
+        """Drop the requests of the former process after a restart, except ``named``: the ids that
+        the new process has reported as accepted."""
         for rid in self.requests.keys() - named:
             # Requests sent since the instance went down were sent to the new process.
             if self.requests[rid].is_doomed or not self.was_down:
@@ -127,7 +127,8 @@ class DecodeRank:
         self.departures = Departures()
 
     def accepted(self, rids: list[str], lost: int, now_s: float) -> None:
-        """Record accepted requests, and ``lost`` more from messages that were lost."""
+        """Remove from ``flight`` the requests that the rank has accepted: ``rids``, and the
+        ``lost`` oldest others, because messages with that many ids were lost."""
         for rid in rids:
             if self._land(rid) is None:
                 request = self.requests.get(rid)
@@ -144,7 +145,7 @@ class DecodeRank:
 
 
 class DecodeInstance:
-    """The scheduler's view of a decode instance with ``dp_size`` ranks."""
+    """The scheduler's view of a decode instance: the load and the room of each DP rank."""
 
     def __init__(self, up: InstanceUp) -> None:
         self.id: InstanceId = up.instance
@@ -153,11 +154,11 @@ class DecodeInstance:
         self.max_running = UNLIMITED
         self.ranks = [DecodeRank() for _ in range(up.dp_size)]
         self._loads = [DecodeLoad(0, 0)] * up.dp_size
-        """State vectors as last computed."""
+        """Load per rank as last computed; outdated for ranks in ``_stale``."""
         self._rooms = [0] * up.dp_size
-        """Room per rank, in tokens."""
+        """Room per rank in tokens, as last computed (``DecodeLoad.room_tokens``)."""
         self._stale = set(range(up.dp_size))
-        """Ranks changed since then."""
+        """Ranks whose load and room must be computed again."""
         self._last_report_s: dict[int, float] = {}
         """Time of the last report or poll per rank, oldest first."""
         self._parked_tokens = 0
@@ -174,7 +175,7 @@ class DecodeInstance:
         self._all_changed()
 
     def resize(self, up: InstanceUp) -> None:
-        """Change the number of DP ranks at runtime (elastic EP); the remaining ranks keep their
+        """Change the number of DP ranks at runtime (elastic EP). The remaining ranks keep their
         state."""
         size = self.dp_size = up.dp_size
         del self.ranks[size:]
@@ -202,17 +203,17 @@ class DecodeInstance:
             self._all_changed()
 
     def loads(self) -> list[DecodeLoad]:
-        """State vectors that include own dispatches before any report. Do not change them."""
+        """Return the load per rank, including own dispatches not reported yet. Do not change it."""
         self._refresh()
         return list(self._loads)
 
     @property
     def room_tokens(self) -> int:
-        """Largest total length that one of the ranks can admit."""
+        """Largest total length, in tokens, that one of the ranks can admit."""
         return max(self.rooms())
 
     def rooms(self) -> Sequence[int]:
-        """Largest total length that each rank can admit. Do not change it."""
+        """Return the largest total length in tokens that each rank can admit. Do not change it."""
         self._refresh()
         return self._rooms
 
@@ -228,8 +229,8 @@ class DecodeInstance:
         self._stale.add(rank)
 
     def on_ended(self, rid: str, rank: int, kv_tokens: int) -> None:
-        """Record the end of a request in any state; ``kv_tokens`` is what it held then. A rank that
-        accepted it counts as holding it until a report no longer does."""
+        """Record the end of a request in any state; ``kv_tokens`` is the KV that it held. A rank
+        that accepted it counts as holding it until a report no longer does."""
         if rank >= self.dp_size:
             return  # it was sent to a former instance of another size
         self.ranks[rank].on_ended(rid, kv_tokens)
@@ -277,7 +278,8 @@ class DecodeInstance:
         return taken.restarted
 
     def on_load_poll(self, running: list[int], kv_tokens: list[int], now_s: float) -> None:
-        """Apply a load poll, the coarse fallback for a missing or silent plugin."""
+        """Apply a load poll, the coarse fallback for a missing or silent plugin. Lists are per
+        rank; -1: no data."""
         self.advance(now_s)
         if len(running) != self.dp_size or len(kv_tokens) != self.dp_size:
             return
@@ -288,8 +290,8 @@ class DecodeInstance:
         self._all_changed()
 
     def advance(self, now_s: float) -> float:
-        """Drop outdated reports. Returns when to call again even without new ones; infinity:
-        never."""
+        """Discard the reported state of ranks that have been silent for ``SILENT_S``. Return when
+        to call again even without new reports; infinity: never."""
         while self._last_report_s:
             index, reported_s = next(iter(self._last_report_s.items()))
             if reported_s + SILENT_S > now_s:
@@ -306,15 +308,15 @@ class DecodeInstance:
         self._last_report_s[index] = now_s
 
     def _holds(self, rank: DecodeRank, requests: int, kv_tokens: int) -> None:
-        """Set the reported requests and KV tokens of a rank, clamped to plausible numbers. Twice
-        the number of requests that the rank can run is plausible (half of them wait), plus those
-        dispatched from here."""
+        """Set the reported requests and KV tokens of a rank, clamped to plausible numbers: twice
+        the requests that the rank can run (half of them wait) plus those dispatched here."""
         most = 2 * self.max_running + len(rank.requests)
         rank.reported_requests = min(max(0, requests), most)
         rank.reported_kv_tokens = min(max(0, kv_tokens), self.kv_capacity_tokens)
 
     def _take_limits(self, kv_capacity_tokens: int, max_running: int) -> None:
-        """Set the limits from ``InstanceUp``, or from the report where those are 0."""
+        """Set the limits per rank: from ``InstanceUp``; where it has 0, from the arguments (those
+        of a report); where these are 0, unlimited."""
         given_tokens, given_running = self._limits
         before = self.kv_capacity_tokens, self.max_running
         self.kv_capacity_tokens = given_tokens or kv_capacity_tokens or UNLIMITED

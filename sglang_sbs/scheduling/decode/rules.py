@@ -17,47 +17,47 @@ UNLIMITED = 1 << 62
 
 STEP_PER_REQUEST_MS = 0.195
 STEP_PER_TOKEN_MS = 2.7e-5
-"""Decode step time per request and per KV token, DeepSeek-V3 kernels on H100 at EP32; only their
-ratio matters here. Source: the decode fit described in ``docs/simulator.md``."""
+"""Decode step time per KV token (``STEP_PER_REQUEST_MS``: per running request), DeepSeek-V3 kernels
+on H100 at EP32. Only their ratio matters here. Source: the decode fit in ``docs/simulator.md``."""
 TOKENS_PER_REQUEST = STEP_PER_REQUEST_MS / STEP_PER_TOKEN_MS
 """KV tokens that cost a decode step as much as one more request."""
 _B_TEMPERATURE = 0.5
-"""Temperature of the potential, in requests: a rank ahead of another by this much counts e times as
-much. B is a whole number of requests: a higher value lets the largest batch grow, a lower one the
-spread of K."""
+"""Temperature of B in the :func:`potential`, in requests: a rank ahead of another by this much
+counts e times as much. A higher value lets the largest B grow, a lower one the spread of K."""
 _KV_EMPHASIS = 32.0
-"""Weight of K compared to B in the potential (``docs/lab/decode.md``)."""
+"""Factor w of the KV term in the :func:`potential`, where K counts in units of
+:data:`TOKENS_PER_REQUEST` (measured: ``docs/lab/decode.md``)."""
 TRANSFER_MS_PER_TOKEN = 70272 / 25e6
-"""KV transfer time from prefill to decode, saved where decode already holds the token:
-DeepSeek-V3's KV at 25 GB/s."""
+"""KV transfer time per token from prefill to decode (DeepSeek-V3 at 25 GB/s), which is saved where
+the decode rank already holds the token."""
 MOST_HIT_REQUESTS = 0.5
-"""Upper limit on the value of a transfer saved by a hit: one more request slows down all others,
-while the hit helps only one."""
+"""Limit on the value of a cache hit on decode, in requests (:func:`hit_requests`): one more request
+slows down all others, while the hit helps only one."""
 
 
 @dataclass(slots=True)
 class DecodeLoad:
-    """State vector V_i = ⟨B_i, K_i⟩ of one decode DP rank, own dispatches included."""
+    """State vector V_i = ⟨B_i, K_i⟩ of one decode DP rank, our dispatches included."""
 
     running: int
-    """B_i, requests."""
+    """B_i: running requests, those on their way included."""
     kv_tokens: int
-    """K_i, tokens."""
+    """K_i: KV tokens in use, with the prompts of requests on their way."""
     committed_tokens: int = 0
-    """K_i once every own request here has reached its total length; used for admission."""
+    """K_i, in tokens, once every own request here has reached its total length; for admission."""
     kv_capacity_tokens: int = UNLIMITED
     max_running: int = UNLIMITED
     awaited: bool = False
-    """Own requests have not ended, whatever the rank reports: the message that would have counted
-    one of them may be lost."""
+    """Own requests have not ended, so the rank is not empty even if its report is: the message that
+    would have counted one of them may be lost."""
 
     def has_room(self, tokens: int) -> bool:
-        """Whether the rank can admit a request of this total length; an empty rank always can."""
+        """Return whether the rank has room for this total length; an empty rank always has."""
         return tokens <= self.room_tokens
 
     @property
     def room_tokens(self) -> int:
-        """Largest total length that the rank can admit."""
+        """Largest total length, in tokens, that the rank can admit; unlimited if it is empty."""
         if self.running == 0 and not self.awaited:
             return UNLIMITED
         if self.running >= self.max_running:
@@ -65,8 +65,9 @@ class DecodeLoad:
         return self.kv_capacity_tokens - max(self.kv_tokens, self.committed_tokens)
 
     def plus(self, request: Request) -> DecodeLoad:
-        """Return the load with one more request: its prompt now, its total length in the end. The
-        cached part counts as well: no request used it before, so the engine did not report it."""
+        """Return the load with one more request: K_i grows by its prompt, the committed tokens by
+        its total length. The cached part of the prompt counts, because reports leave out cached KV
+        that no request uses."""
         return DecodeLoad(
             self.running + 1,
             self.kv_tokens + request.prompt_tokens,
@@ -77,13 +78,13 @@ class DecodeLoad:
 
 
 class DecodeBoard:
-    """The ranks while a batch is placed, in the orders that the rules need. Each order is built
-    when first needed. Afterwards a lookup costs at most the number of distinct batch sizes."""
+    """All decode ranks while a batch is placed, in the orders that the rules need. Each order is
+    built when first needed; then a lookup costs at most the number of distinct batch sizes."""
 
     def __init__(self, loads: list[DecodeLoad], first: int = 0) -> None:
-        """``loads``: one per rank, which is replaced when a request is chosen to the rank.
-        ``first``: the rank that wins among equal ones; the others follow in turn. A fixed order
-        would send all short requests to the first few ranks."""
+        """``loads``: one per rank; :meth:`place` replaces its elements. ``first``: the rank that
+        wins among equal ones; the others follow in turn. A fixed order would send all short
+        requests to the first few ranks."""
         self.loads = loads
         self._first = first % max(1, len(loads))
         self._kv_sorted: list[int] | None = None
@@ -122,12 +123,12 @@ class DecodeBoard:
         return (index for index in firsts if index is not None)
 
     def first(self, running: int, fits: Fits) -> int | None:
-        """Return the feasible rank with the smallest K among those with this batch size."""
+        """Return the feasible rank with the smallest K among those with this B; None: no rank."""
         ranks = ((turn + self._first) % len(self.loads) for _, turn in self._sorted(running))
         return next(filter(fits, ranks), None)
 
     def _turn(self, index: int) -> int:
-        """Position of a rank among equal ones."""
+        """Return the position of a rank among equal ones: 0 for the rank that wins."""
         return (index - self._first) % len(self.loads)
 
     def place(self, index: int, request: Request) -> None:
@@ -151,7 +152,7 @@ class DecodeBoard:
         insort(self._sorted(load.running), (load.kv_tokens, self._turn(index)))
 
     def _sorted(self, running: int) -> list[tuple[int, int]]:
-        """K_i and position of the ranks with this batch size, ascending."""
+        """Return (K_i, :meth:`_turn`) of the ranks with this batch size, ascending."""
         bucket = self._by_running[running]
         if running in self._unsorted:
             self._unsorted.remove(running)
@@ -162,11 +163,11 @@ class DecodeBoard:
 Fits = Callable[[int], bool]
 """Returns whether the rank with this index may get the request."""
 DecodeRuleFunction = Callable[[Request, DecodeBoard, Fits], int | None]
-"""Returns the rank for a request; None if none is feasible."""
+"""Returns the index of the rank that gets the request; None: no rank is feasible."""
 
 
 def percentile(ordered: Sequence[int], share: float) -> float:
-    """Linear-interpolation percentile of sorted values, ``share`` in [0, 1]."""
+    """Return the linear-interpolation percentile of sorted values, ``share`` in [0, 1]."""
     position = share * (len(ordered) - 1)
     low = int(position)
     high = min(low + 1, len(ordered) - 1)
@@ -174,22 +175,23 @@ def percentile(ordered: Sequence[int], share: float) -> float:
 
 
 def outlier_threshold(kv_sorted: Sequence[int], k: float) -> float:
-    """Th_outlier = Q3 + k * (Q3 - Q1) over the sorted KV loads of all ranks."""
+    """Return Algorithm 3's Th_outlier = Q3 + k (Q3 - Q1) over the sorted KV loads of all ranks."""
     q1, q3 = percentile(kv_sorted, 0.25), percentile(kv_sorted, 0.75)
     return q3 + k * (q3 - q1)
 
 
 def hit_requests(request: Request, hit_tokens: int) -> float:
-    """Return how many more requests than another a rank may have because of the transfer it saves.
-    This number of requests delays the answer's last token by the time of the transfer."""
+    """Return the value of ``hit_tokens`` cached at a decode rank, in running requests: with this
+    many more than another rank, the answer ends as late as with the KV transfer there. At most
+    ``MOST_HIT_REQUESTS``."""
     answer_tokens = max(1, request.total_tokens - request.prompt_tokens)
     spared_ms = hit_tokens * TRANSFER_MS_PER_TOKEN
     return min(MOST_HIT_REQUESTS, spared_ms / (answer_tokens * STEP_PER_REQUEST_MS))
 
 
 def iqr_lexicographic(k: float) -> DecodeRuleFunction:
-    """Algorithm 3: mask ranks with an outlying K, then take the smallest ⟨B, K⟩. Two ranks of equal
-    B are compared by K less the part of the prompt that they have cached."""
+    """Return Algorithm 3 as a rule: mask ranks with an outlying K, then take the smallest ⟨B, K⟩.
+    Two ranks of equal B are compared by K less the part of the prompt that they have cached."""
 
     def choose(request: Request, board: DecodeBoard, fits: Fits) -> int | None:
         threshold = outlier_threshold(board.kv_sorted, k)
@@ -257,7 +259,7 @@ def potential(request: Request, board: DecodeBoard, fits: Fits) -> int | None:
 
 
 def _log_expm1(x: float) -> float:
-    """log(exp(x) - 1) for x > 0, also where exp(x) overflows."""
+    """Return log(exp(x) - 1) for x > 0, also where exp(x) overflows."""
     return x + math.log(-math.expm1(-x))
 
 
@@ -270,7 +272,7 @@ def fewest_requests(_request: Request, board: DecodeBoard, fits: Fits) -> int | 
 
 
 class RoundRobinDecode:
-    """Ranks in turn, as SGLang's decode chooses by itself (``round_robin``)."""
+    """Chooses ranks in turn, as SGLang's decode does by itself (``round_robin``)."""
 
     def __init__(self) -> None:
         self._turns = count()
@@ -281,7 +283,7 @@ class RoundRobinDecode:
 
 
 class PowerOfTwoDecode:
-    """The one of two random ranks that has fewer requests (``power_of_two``)."""
+    """Chooses the one of two random ranks that has fewer requests (``power_of_two``)."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -304,14 +306,14 @@ def schedule_decode(
 
     Args:
         requests: the batch; ``total_tokens`` must be set.
-        loads: one per rank; those that are chosen are replaced.
+        loads: one per rank; those of chosen ranks are replaced.
         choose: the rule that picks among feasible ranks.
         allowed: whether a request may go to the rank with this index at all.
         admit: whether a rank without room is infeasible.
         first: the rank that wins among equal ones.
 
     Returns:
-        rid -> index into ``loads``. A request no feasible rank exists for is missing from it.
+        rid -> index into ``loads``. Requests without a feasible rank are missing.
     """
     board = DecodeBoard(loads, first)
     chosen: dict[str, int] = {}

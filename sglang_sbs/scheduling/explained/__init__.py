@@ -1,1 +1,1 @@
-"""Reasons for waits and placements, kept cheaply until someone asks for them."""
+"""Records the decisions about each request, and explains its waits and its place on request."""

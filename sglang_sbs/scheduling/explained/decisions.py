@@ -1,9 +1,9 @@
 """Remembers enough of each decision to explain it on request.
 
 This must not slow down decisions. So a batch stores only a few numbers of each candidate
-(:class:`InstanceAtDecision`). :meth:`RecentDecisions.why` computes from them, on request, when the
-request would have been finished there. Everything follows from the events, so the replay of an
-event log gives the same reasons.
+(:class:`InstanceAtDecision`), and :meth:`RecentDecisions.why` computes from them when a candidate
+would have finished the request. Everything follows from the events, so the replay of an event log
+gives the same reasons.
 
 Thousands of these records are kept. They contain no reference cycles, so the garbage collector can
 skip them (``gc=False``)."""
@@ -22,9 +22,9 @@ from sglang_sbs.scheduling.reasons import MOST_WAITS, Opening, Term, Waited, Wai
 from sglang_sbs.scheduling.request import Request
 
 _LATE_S = 0.02
-"""An instance expected to be ready this long ago is ready."""
+"""Tolerance in seconds: an instance that was expected to be ready longer ago counts as ready."""
 MOST_LOOKS = 4
-"""Instances noted per batch, the earliest to start."""
+"""Number of candidate instances stored per batch: those that would start first."""
 
 
 class CandidateInstance(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -34,12 +34,12 @@ class CandidateInstance(msgspec.Struct, frozen=True, omit_defaults=True):
     start_s: float
     """Time until the start of the pass that would contain the request."""
     finish_s: float
-    """Time until its prompt would be computed."""
+    """Time until the request's prompt would be computed."""
     delay_s: float
-    """Delay of that pass for its other requests."""
+    """Time by which the request would delay the others in its pass."""
     cached_tokens: int = 0
     cost_s: float | None = None
-    """Extra cost compared to the best instance, where costs decided (:class:`Term`)."""
+    """Cost above that of the best instance; None: costs did not decide (``Term.LEAST_COST``)."""
     chosen: bool = False
 
 
@@ -51,23 +51,23 @@ class Why(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_tokens: int
     arrived_s: float
     waits: list[Waited]
-    """Reasons for its waits, in chronological order."""
+    """Reasons for the request's waits, in chronological order."""
     batches: int = 0
-    """Number of batches dispatched while it waited."""
+    """Number of batches dispatched while the request waited."""
     decided_s: float | None = None
     """Time of the decision; None: still waiting."""
     opening: Opening | None = None
     term: Term | None = None
     candidates: list[CandidateInstance] = []
-    """The instances that would have started first, and the chosen one."""
+    """The instances that would have started first, and the chosen one; empty: not dispatched."""
     instances: int = 0
-    """Number of instances that were up."""
+    """Number of prefill instances that were up at the decision."""
     waiting: int = 0
-    """Requests in the queue at the decision."""
+    """Number of requests in the queue at the decision."""
     launch_s: float | None = None
-    """Predicted start of its pass."""
+    """Predicted start of the first pass with the request's batch; None: not dispatched."""
     end_s: float | None = None
-    """Predicted end of that pass, including the batch."""
+    """Predicted end of the pass at ``launch_s``, with the whole batch in it; None: unknown."""
 
 
 class InstanceAtDecision(msgspec.Struct, frozen=True, gc=False):
@@ -75,19 +75,19 @@ class InstanceAtDecision(msgspec.Struct, frozen=True, gc=False):
 
     instance: InstanceId
     at_s: float
-    """Start of the pass that would contain requests sent now, or of the one before it."""
+    """Start of the pass that would get requests sent now; with ``waits``, of the pass before it."""
     ahead_tokens: Sequence[int]
-    """Tokens per rank charged for waiting requests."""
+    """Charged tokens ahead of a new request, per rank."""
     known_pass_s: float | None
-    """Duration of that pass without new requests, if it was already computed."""
+    """Duration of the pass at ``at_s`` without new requests; None: it was not computed yet."""
     chunk_tokens: int
     page: int
     formula: PassFormula
     waits: bool = False
-    """New requests would wait for another pass, which starts first."""
+    """Another pass starts at ``at_s``, and new requests would be in the pass after it."""
 
     def next_pass(self) -> NextPass:
-        """The pass that would contain requests sent now."""
+        """Return the pass that would contain requests sent now."""
         there = NextPass(
             self.formula,
             self.chunk_tokens,
@@ -157,16 +157,16 @@ class BatchRecord(msgspec.Struct, gc=False):
     instances: int = 0
     waiting: int = 0
     launch_s: float | None = None
-    """Launch time; None: as in its look."""
+    """Predicted launch of the batch; None: when its instance's pass in ``looks`` starts."""
     placed: Sequence[tuple[int, int]] = ()
-    """Rank and uncached tokens of each request in the batch."""
+    """(rank, uncached tokens) of each request in the batch."""
     costs_s: Mapping[str, Mapping[InstanceId, float]] = {}
-    """Computed costs by request id and instance, where they decided. Empty once the batch is
+    """Costs in seconds by request id and instance, where they decided. Empty once the batch is
     dispatched, because each request keeps its own."""
 
 
 class Decided(msgspec.Struct, frozen=True, gc=False):
-    """A dispatched request."""
+    """Record of a dispatched request, kept to explain it later."""
 
     batch: BatchRecord
     rid: str
@@ -177,7 +177,7 @@ class Decided(msgspec.Struct, frozen=True, gc=False):
     waits: Sequence[Waited]
     batches: int
     hits: Mapping[InstanceId, Sequence[int]]
-    """Cached tokens of its prompt at the ranks of the candidates."""
+    """Cached tokens of the prompt per rank, by candidate instance."""
     costs_s: Mapping[InstanceId, float] | None
 
     @property
@@ -194,7 +194,7 @@ _NO_HITS: dict[InstanceId, Sequence[int]] = {}
 
 
 class RecentDecisions:
-    """The most recent requests that were dispatched or refused."""
+    """Remembers the most recent requests that were dispatched or refused."""
 
     def __init__(self, most: int) -> None:
         """``most``: number of remembered requests; 0: none."""
@@ -202,11 +202,11 @@ class RecentDecisions:
         self._most = most
         self._kept: dict[str, Decided | Why] = {}
         self._order: deque[str] = deque()
-        """Their ids in order: finding the first key of a dict takes time."""
+        """Ids in ``_kept``, oldest first: finding the first key of a dict takes time."""
 
     def record_dispatched(self, request: Request, batch: BatchRecord | None, batches: int) -> None:
-        """Record a dispatched request, and the number of batches dispatched while it waited. The
-        names of its blocks are not kept."""
+        """Record a dispatched request, without the names of its blocks. ``batches``: number of
+        batches dispatched while it waited."""
         if batch is None or request.prefill is None or not self._most:
             return
         instance, rank = request.prefill
@@ -230,7 +230,7 @@ class RecentDecisions:
         )
 
     def record_refused(self, request: Request, batches: int, now_s: float) -> None:
-        """Record the refusal of a request that was waiting."""
+        """Record the refusal of a waiting request. ``batches``: as in :meth:`record_dispatched`."""
         if self._most:
             self._make_room(request.rid)
             self._kept[request.rid] = why_waiting(request, batches, now_s)
@@ -264,7 +264,7 @@ class RecentDecisions:
 
 
 def _launch_of(batch: BatchRecord, instance: InstanceId) -> dict[str, float | None]:
-    """Return the predicted start and end of a batch's first pass."""
+    """Return the predicted start and end of a batch's first pass, as fields of :class:`Why`."""
     look = next((seen for seen in batch.looks if seen.instance == instance), None)
     if look is None:
         return {"launch_s": batch.launch_s}
@@ -289,7 +289,7 @@ def _waits_of(noted: Sequence[Waited], batches: int, until_s: float) -> list[Wai
 
 
 def why_waiting(request: Request, batches: int, now_s: float) -> Why:
-    """Explain a request in the queue. ``batches``: number of those dispatched since it arrived."""
+    """Explain a queued request. ``batches``: number of batches dispatched since it arrived."""
     return Why(
         rid=request.rid,
         prompt_tokens=request.prompt_tokens,
@@ -307,9 +307,9 @@ def note(
     until_s: float | None = None,
     gain_s: float | None = None,
 ) -> None:
-    """Record that the request waits for this reason from now on. Call it only if
-    ``request.waits_for`` is a different reason: the reason is checked more often than it
-    changes."""
+    """Record that the request waits for this reason from now on (other fields: :class:`Waited`).
+    Call it only if ``request.waits_for`` is a different reason, because reasons are checked more
+    often than they change."""
     request.waits_for = reason
     if gain_s is not None and gain_s <= 0:
         # Another request that costs no less has its turn, or costs changed after the choice.

@@ -12,15 +12,15 @@ from sglang_sbs.scheduling.explained.timelines import Timeline
 
 
 class AttemptStory(msgspec.Struct, omit_defaults=True):
-    """An attempt as seen by the scheduler."""
+    """An attempt to serve a request, as seen by the scheduler."""
 
     timeline: Timeline
     why: Why | None = None
-    """The reasons; None: no longer remembered."""
+    """Reasons for the request's waits and its place; None: no longer remembered."""
     now_s: float = 0.0
-    """The scheduler's time when this was written."""
+    """The scheduler's time when this record was made."""
     parts: dict[str, float] = {}
-    """See :meth:`.Timeline.parts`."""
+    """Seconds spent in each part of the TTFT (:meth:`.Timeline.parts`)."""
     ttft_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -29,22 +29,22 @@ class AttemptStory(msgspec.Struct, omit_defaults=True):
 
 
 class ClientAttempt(msgspec.Struct, omit_defaults=True, gc=False):
-    """An attempt as seen by the front end that serves the client."""
+    """An attempt to serve a request, as seen by the front end that serves the client."""
 
     rid: str
     unit: int = 0
-    """Index of the single request within a batch or ``n``."""
+    """Index of the single request, if the client's request has several (a batch, or ``n``)."""
     failure: str = ""
-    """Reason of its failure."""
+    """Reason of the attempt's failure; empty: it did not fail."""
     outcome: str = ""
-    """Outcome; empty while it runs."""
+    """``completed``, ``failed`` or ``aborted``; empty while the attempt runs."""
 
 
 class Story(msgspec.Struct, omit_defaults=True):
-    """One request of a client."""
+    """One request of a client, with all attempts to serve it."""
 
     request_id: str = ""
-    """``x-request-id``."""
+    """The request's ``x-request-id``."""
     kind: str = ""
     """``generate``, ``chat`` or ``completion``."""
     began_unix_s: float | None = None
@@ -52,11 +52,11 @@ class Story(msgspec.Struct, omit_defaults=True):
     status: int | None = None
     """HTTP status; None: not answered yet."""
     seconds: float | None = None
-    """Time until the end of its answer."""
+    """Time until the end of the answer; None: it has not ended."""
     other_ids: list[str] = []
-    """Other ids known to the client."""
+    """Other ids by which the client may know the request."""
     sent: list[ClientAttempt] = []
-    """Attempts in order; for a batch only the first ones."""
+    """Attempts in order, as seen by the front end; of a large batch only the first ones."""
     attempts: list[AttemptStory] = []
     """The same attempts as seen by the scheduler."""
 
@@ -64,8 +64,9 @@ class Story(msgspec.Struct, omit_defaults=True):
 def with_attempts(
     name: str, known: Story | None, attempts: Callable[[Sequence[str]], list[AttemptStory]]
 ) -> Story | None:
-    """Add the scheduler's attempts. ``known``: the front end's record of the request; None: it has
-    no record, so ``name`` can only be a rid."""
+    """Return ``known``, the front end's record of a request, with the scheduler's view of its
+    attempts, which ``attempts`` finds by rid. Without ``known``, ``name`` can only be a rid. None:
+    the request is unknown."""
     if known is None:
         found = attempts([name])
         return Story(attempts=found) if found else None

@@ -1,4 +1,4 @@
-"""Timelines of requests, from the scheduler's events, live or from a log. Sans-I/O and bounded.
+"""Timelines of requests, from the scheduler's events, live or from a log; bounded, and without I/O.
 
 A prefill rank reports the requests that start in a pass when it launches the pass, and the
 completed ones when the pass ends. Older plugins do not report completed requests. Then the tokens
@@ -29,11 +29,11 @@ MOST_OVER = 4096
 """Limit on ended requests that are remembered, the most recent ones."""
 MOST_OPEN = 100_000
 PARTS = ("admission", "retries", "hold", "way", "queue", "pass", "decode")
-"""The time to the first token, in order: until the request was submitted to the scheduler; failed
-attempts before this one; held by the scheduler; until the prefill rank took the request in; until
-its first pass started; until its last pass ended; KV transfer and the first decode step."""
+"""Parts of the TTFT, in order: until the submission to the scheduler; failed earlier attempts; hold
+in the scheduler; until the prefill rank accepted the request; until its first pass started; until
+its last pass ended; KV transfer and the first decode step."""
 ENGINE = "engine"
-"""``way``, ``queue`` and ``pass`` together, where the engine does not report its passes."""
+"""Part in place of ``way``, ``queue`` and ``pass``, if the engine does not report its passes."""
 
 
 class Timeline(msgspec.Struct, omit_defaults=True, gc=False):
@@ -48,13 +48,13 @@ class Timeline(msgspec.Struct, omit_defaults=True, gc=False):
     decided_s: float | None = None
     refusal: Refuse | None = None
     accepted_s: float | None = None
-    """Accepted by the prefill rank."""
+    """Time when the prefill rank accepted the request."""
     launched_s: float | None = None
-    """Start of its first pass."""
+    """Start of the request's first prefill pass."""
     computed_s: float | None = None
-    """End of its last pass."""
+    """End of the request's last prefill pass."""
     prefilled_s: float | None = None
-    """Prefill responded, or decode began."""
+    """Time when prefill answered, or decode began."""
     ended_s: float | None = None
     outcome: str = ""
     completion_tokens: int | None = None
@@ -62,13 +62,13 @@ class Timeline(msgspec.Struct, omit_defaults=True, gc=False):
 
     @property
     def ttft_s(self) -> float | None:
-        """Time from the client's request to the first byte of its answer."""
+        """Seconds from the client's request to the first byte of its answer; None: not known."""
         parts = self.parts()
         return sum(parts.values()) if "decode" in parts else None
 
     def parts(self, client: ClientSide | None = None) -> dict[str, float]:
-        """Return the time spent in each of :data:`PARTS`, in seconds. ``client``: the relay's times
-        of an attempt that has not ended."""
+        """Return the seconds spent in each of :data:`PARTS`, as far as known. ``client``: the
+        relay's times of an attempt that has not ended."""
         parts: dict[str, float] = {}
         client = client or self.client
         first_s = None
@@ -107,15 +107,16 @@ class _Computing(msgspec.Struct):
 
     timeline: Timeline
     forward_id: int
-    """Id of its first pass."""
+    """Forward id of the prompt's first pass."""
     left_tokens: int
     cut: bool = False
-    """The prompt goes on after its first pass, even if its reported length fits in that pass."""
+    """The prompt continues after its first pass, even if its reported length fits in that pass."""
     last_end_s: float | None = None
 
 
 class Timelines:
-    """Builds timelines from events and their commands."""
+    """Builds one :class:`Timeline` per attempt from scheduler events and the commands each event
+    caused. Remembers the last ``most_over`` ended ones."""
 
     def __init__(self, most_over: int = MOST_OVER) -> None:
         self._most_over = most_over
@@ -124,11 +125,11 @@ class Timelines:
         self._open: dict[str, Timeline] = {}
         self._over: dict[str, Timeline] = {}
         self._order: deque[str] = deque()
-        """Their ids in the order of their ends: finding the first key of a dict takes time."""
+        """Ids of ended timelines, oldest end first: finding the first key of a dict takes time."""
         self._computing: dict[tuple[str, int], dict[str, _Computing]] = {}
-        """Prompts being computed, by instance and DP rank."""
+        """Prompts being computed, by (instance, DP rank) and request id."""
         self._names_finished: dict[tuple[str, int], str] = {}
-        """Boot ids of ranks that report completed requests."""
+        """Boot ids of the ranks whose engines report completed requests, by (instance, DP rank)."""
         self._on: dict[type, Callable[[object, float], None]] = {
             RequestArrived: self._arrived,  # type: ignore[dict-item]
             PrefillDone: self._prefilled,  # type: ignore[dict-item]
@@ -143,7 +144,7 @@ class Timelines:
         return self._open.get(rid) or self._over.get(rid)
 
     def sent_to(self, rid: str) -> tuple[InstanceId, int] | None:
-        """Prefill instance and DP rank of a request, if it was dispatched and is remembered."""
+        """Return (prefill instance, DP rank) of a request; None: unknown, or not dispatched."""
         timeline = self.get(rid)
         decision = timeline.decision if timeline is not None else None
         return (decision.prefill, decision.prefill_rank) if decision is not None else None

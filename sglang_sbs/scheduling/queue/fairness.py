@@ -28,19 +28,19 @@ if TYPE_CHECKING:
     from sglang_sbs.scheduling.request import Request
 
 QUANTUM_TOKENS = 2048
-"""Tokens per turn of a tenant with weight 1."""
+"""Tokens that a tenant with weight 1 is served per turn."""
 MOST_TENANTS = 1024
 MOST_TENANT_CHARS = MAX_TENANT_CHARS
 SHARED = ""
 """Tenant of requests without one, and of all tenants beyond the limit."""
 
 Entry = tuple[float, int, "Request"]
-"""A request with its key and its arrival number."""
+"""A waiting request as (sort key, arrival number, request)."""
 
 
 def parse_weights(text: str) -> dict[str, float]:
-    """Parse tenant weights such as ``gold=3,free=0.5``. Raises: ValueError, with what to write
-    instead."""
+    """Return the weights by tenant in a text such as ``gold=3,free=0.5``. Raises: ValueError: the
+    text is invalid; the message shows what to write instead."""
     weights: dict[str, float] = {}
     for word in text.split(","):
         name, equals, number = word.rpartition("=")
@@ -62,20 +62,21 @@ class TenantTurns:
     """Waiting requests by tenant, and the service each tenant has received."""
 
     def __init__(self, weights: Mapping[str, float] = MappingProxyType({})) -> None:
-        """``weights``: by tenant name; all others have 1."""
+        """``weights``: by tenant name; 1 for all others."""
         self._weights = weights
         self._waiting: dict[str, list[Entry]] = {}
         """Entries by tenant in key order; no empty lists."""
         self._merged: list[Entry] | None = None
-        """All entries in key order. Kept from the arrival of a second tenant until the queue is
-        empty, because decisions ask for the first few and merging one list per tenant is slow."""
+        """All entries in key order, from the arrival of a second tenant until the queue is empty;
+        None otherwise. Decisions ask for the first few, and merging one list per tenant is slow."""
         self._served: dict[str, float] = {}
-        """Served tokens divided by weight, since the last reset."""
+        """Service by tenant: served tokens divided by weight, since the queue was last empty."""
         self._now = 0.0
-        """Service of the most recently served tenant before its turn, where new tenants start."""
+        """Service at which new tenants start: that of the tenant served last, before its turn."""
 
     def add(self, request: Request) -> None:
-        """Add a waiting request with its key. May change its tenant, see the module."""
+        """Add a waiting request, ordered by ``request.key``. If there are ``MOST_TENANTS`` already,
+        its tenant becomes ``SHARED``."""
         if request.tenant not in self._served and len(self._served) >= MOST_TENANTS:
             self._forget_idle()
             if len(self._served) >= MOST_TENANTS:
@@ -120,8 +121,8 @@ class TenantTurns:
         return len(self._served) > (SHARED in self._served)
 
     def charge(self, request: Request) -> None:
-        """Charge the tenant for a request that is served now. Turns count once there are
-        tenants."""
+        """Add the request's price to its tenant's service when it is served. Does nothing until a
+        request with a tenant has come since the queue was last empty."""
         if not self.active:
             return
         served = self._served[request.tenant]
@@ -130,7 +131,7 @@ class TenantTurns:
 
     @property
     def tenants(self) -> int:
-        """Number of tenants with waiting requests; 0 while inactive."""
+        """Number of tenants with waiting requests; 0 if no request has a tenant."""
         return len(self._waiting) if self.active else 0
 
     @property
@@ -139,14 +140,14 @@ class TenantTurns:
         return len(self._waiting) > 1
 
     def by_key(self) -> Iterable[Entry]:
-        """All entries in key order, regardless of turns."""
+        """Return all entries in key order, regardless of the tenants' turns."""
         if self._merged is not None:
             return self._merged
         return next(iter(self._waiting.values()), ())
 
     def in_turn(self) -> Iterator[Request]:
-        """Yield all waiting requests in order of their turns. Do not change the queue meanwhile;
-        nothing is charged."""
+        """Yield all waiting requests in the order of the tenants' turns. Do not change the queue
+        meanwhile; nothing is charged."""
         turns = [
             (self._served[tenant] // QUANTUM_TOKENS, *waiting[0][:2], tenant, 0)
             for tenant, waiting in self._waiting.items()
@@ -167,8 +168,8 @@ class TenantTurns:
             heapq.heapreplace(turns, following)
 
     def ahead(self, request: Request) -> float:
-        """Return the number of requests with an earlier turn than one with this key, assuming equal
-        sizes."""
+        """Estimate how many waiting requests are served before this one, which need not be queued.
+        All are assumed to have the same size."""
         if not self.several:
             queues = [*self._waiting.values()]
             return bisect_left(queues[0], (request.key, request.order)) if queues else 0
@@ -188,8 +189,8 @@ class TenantTurns:
         return self._weights.get(tenant, 1.0)
 
     def _forget_idle(self) -> None:
-        """Drop idle tenants that would start at the same round as new ones; if there are none, drop
-        all idle tenants."""
+        """Drop tenants without waiting requests: those that would start at the same round as new
+        ones, or all if there are none of these."""
         idle = [tenant for tenant in self._served if tenant not in self._waiting]
         behind = [tenant for tenant in idle if self._served[tenant] <= self._now]
         for tenant in behind or idle:

@@ -1,4 +1,4 @@
-"""Refusal of requests that cannot be queued, and its messages."""
+"""Decides which requests are refused instead of queued, and words the refusals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sglang_sbs.scheduling.reasons import WaitReason
 from sglang_sbs.scheduling.request import Request
 
 Refusal = tuple[RefuseCause, str]
-"""Cause for programs, and message for people."""
+"""Why a request is refused: cause for programs, and message for people."""
 
 
 def refusal_of(
@@ -23,7 +23,7 @@ def refusal_of(
     queue: RequestQueue,
     largest_tokens: int,
 ) -> Refusal | None:
-    """Return the reason for refusing a new request; None if it may wait. ``largest_tokens``:
+    """Return the reason for refusing a new request; None: it may wait. ``largest_tokens``: KV
     capacity of the largest decode DP rank."""
     if event.prompt_tokens > largest_tokens:
         return "too_long", (
@@ -50,8 +50,7 @@ _ROOM_IN_WORDS: dict[InstanceRole, str] = {
 
 
 def limiting_role(request: Request | None) -> InstanceRole | None:
-    """Return the role that a queued request waits for; None if there is no request or no known
-    role."""
+    """Return the role that a queued request waits for; None: no request, or the role is unknown."""
     if request is None or request.waits_for is None:
         return None
     decode = WaitReason.NO_DECODE_ROOM, WaitReason.NO_DECODE
@@ -65,8 +64,8 @@ def slo_refusal_of(
     now_s: float,
     latency_s: float,
 ) -> Refusal | None:
-    """Return the reason for refusing a request that cannot meet its SLO; None if it has none or may
-    meet it."""
+    """Return the reason for refusing a request that cannot meet its TTFT SLO; None: it may meet the
+    SLO, or has none. ``latency_s``: L_net."""
     slo_s = request.ttft_slo_s
     if slo_s is None:
         return None
@@ -135,8 +134,8 @@ def first_token_in_s(
 
 
 def _own_passes_s(instance: PrefillInstance, tokens: int, others_tokens: int) -> float:
-    """Duration of the request's own passes. ``others_tokens``: tokens of each other rank in the
-    same pass."""
+    """Return the seconds of the passes that compute the request itself. ``others_tokens``: tokens
+    of each other rank in the same pass."""
     ahead_tokens = [0, *[others_tokens] * (instance.dp_size - 1)]
     formula, chunk = instance.model.formula, instance.chunk_tokens
     return NextPass(formula, chunk, ahead_tokens, page=instance.page).done_s(0, max(1, tokens))
@@ -149,7 +148,7 @@ def refuse(
     prefill: Instances,
     limit: InstanceRole | None = None,
 ) -> Refuse:
-    """Build a refusal. ``limit``: the role without capacity."""
+    """Build the command for a refusal. ``limit``: role without capacity, for the message."""
     cause, message = why
     if limit is not None:
         message += f"; the limit is {limit}: {_ROOM_IN_WORDS[limit]}"
@@ -158,7 +157,8 @@ def refuse(
 
 
 def retry_after_s(queue: RequestQueue, prefill: Instances) -> float:
-    """Estimated time until the waiting prompt tokens are computed in full passes; at least 1 s."""
+    """Estimate the seconds until the waiting prompt tokens are computed in full passes: at least 1;
+    5 without prefill instances."""
     mean_tokens = queue.tokens / max(1, len(queue)) or math.inf
     rate = sum(tokens / pass_s for tokens, pass_s in (i.full_pass(mean_tokens) for i in prefill))
     return max(1.0, queue.tokens / rate) if rate else 5.0

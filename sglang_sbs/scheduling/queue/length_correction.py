@@ -22,39 +22,39 @@ from sglang_sbs.scheduling.events import InstanceId
 from sglang_sbs.scheduling.request import Request
 
 _KEEP = 0.998
-"""Weight of all earlier requests at each new one, so that the last 500 count."""
+"""Factor on the weight of all earlier requests at each new one, so that about 500 count."""
 _DOUBT = 5.0
-"""Number of fictitious requests submitted correctly, with which a ratio begins."""
+"""Number of assumed requests with a correct length, with which each ratio begins."""
 _MOST = 8.0
-"""Largest factor in either direction, for one request and so for the ratio."""
+"""Limit on the ratio of a request in either direction, and so on the ratio of an engine."""
 _LEAST = 10.0
-"""The ratio of an engine is used from this many requests on."""
+"""Number of requests from which on an engine's ratio is used."""
 _FORGET_S = 600.0
-"""The ratio of an engine that has counted nothing for this long is dropped."""
+"""Seconds after which the ratio of an engine that has counted nothing is dropped."""
 
 
 @dataclass(slots=True)
 class _Ratio:
-    """Log of tokens counted by one engine over tokens submitted."""
+    """Mean logarithm of counted over submitted tokens, for one engine."""
 
     logs: float = 0.0
     requests: float = 0.0
     counted_s: float = 0.0
     log: float = 0.0
     counts: bool = False
-    """The engine has counted enough requests (:data:`_LEAST`)."""
+    """The ratio is used: the engine has counted enough requests (:data:`_LEAST`)."""
 
 
 class _Ratios:
-    """The ratios of all engines for one source of lengths."""
+    """The ratios of all engines, for counted or for estimated lengths."""
 
     def __init__(self) -> None:
         self._engines: dict[InstanceId, _Ratio] = {}
-        """The engine that counted last comes last."""
+        """Ratio by engine; the engine that counted last comes last."""
         self._logs: list[float] = []
-        """Sorted logs of the engines that count."""
+        """Logarithms of the ratios that are used (``_Ratio.counts``), ascending."""
         self._due_s = math.inf
-        """No engine is forgotten before this time."""
+        """No engine's ratio is dropped before this time."""
 
     def learn(self, engine: InstanceId, submitted: int, counted: int, now_s: float) -> None:
         self._forget(now_s)
@@ -76,7 +76,8 @@ class _Ratios:
             insort(self._logs, ratio.log)
 
     def value(self, now_s: float) -> float:
-        """Return the median ratio of the engines; of two in the middle, the one nearer to 1."""
+        """Return the median ratio of the engines (of two in the middle, the one nearer to 1); 1.0:
+        none is known."""
         self._forget(now_s)
         count = len(self._logs)
         if not count:
@@ -100,14 +101,14 @@ class _Ratios:
 
 
 class LengthCorrection:
-    """Ratios by source of the length."""
+    """Learns ratios of true to submitted prompt lengths, and corrects new lengths by them."""
 
     def __init__(self) -> None:
         self._ratios = {False: _Ratios(), True: _Ratios()}
 
     def correct(self, request: Request, now_s: float, most: int) -> None:
-        """Scale the length of a request that has just arrived, to at most ``most`` tokens (the
-        capacity of a decode rank). If its KV blocks are named, they determine its length."""
+        """Scale the prompt length of a request that has just arrived, to at most ``most`` tokens
+        (the capacity of a decode rank). A request with named KV blocks keeps its length."""
         request.submitted_tokens = request.prompt_tokens
         if not request.blocks:
             ratio = self._ratios[request.estimated].value(now_s)
@@ -116,7 +117,8 @@ class LengthCorrection:
     def learn(
         self, request: Request | None, engine: InstanceId, counted: int | None, now_s: float
     ) -> None:
-        """Record a count by the prefill engine that has the request; only the first one is used."""
+        """Record the prompt tokens that ``engine`` counted, if it has the request's prefill. Only
+        the first count is used."""
         if request is None or request.prefill is None or request.prefill[0] != engine:
             return
         if counted and request.submitted_tokens:

@@ -1,4 +1,4 @@
-"""Holds requests for a while during short outages, when a role has no instance."""
+"""Holds requests for a limited time while a role has no instance."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Outage:
         self._hold_s = hold_s
         self._missing: WaitReason | None = WaitReason.NO_PREFILL
         self.until_s = -math.inf
-        """Requests are held until this time and refused afterwards; inf: no outage."""
+        """Time until which requests are held, after which they are refused; infinity: no outage."""
 
     def on_topology_change(
         self,
@@ -34,8 +34,8 @@ class Outage:
         waiting: Iterable[Request],
         now_s: float,
     ) -> None:
-        """Record a change. ``prefill``, ``decode``: the running instances. ``waiting``: the
-        queue."""
+        """Record a change of the instances. ``prefill``, ``decode``: those that are up.
+        ``waiting``: the queue."""
         before = self._missing
         self._missing = None if decode else WaitReason.NO_DECODE
         if not prefill:
@@ -48,7 +48,7 @@ class Outage:
             self.note(waiting, now_s)
 
     def note(self, waiting: Iterable[Request], now_s: float) -> None:
-        """Mark requests as waiting for the end of the outage, if there is one."""
+        """Record that requests wait for the end of the outage, if there is one."""
         if self._missing is not None:
             for request in waiting:
                 note(request, self._missing, now_s)

@@ -1,4 +1,4 @@
-"""Moves requests in the queue by priority and SLO, by a limited time.
+"""Moves requests in the queue by priority and SLO, by a limited amount of time.
 
 The default policy sorts its queue by arrival time, with short prompts a little earlier. A priority
 or an SLO moves a request by a bounded time in that order, so everything ages: a request never waits
@@ -18,22 +18,21 @@ if TYPE_CHECKING:
 PriorityClass = Literal["low", "normal", "high"]
 CLASSES: tuple[PriorityClass, ...] = get_args(PriorityClass)
 MOST_PRIORITY = 5
-"""Priorities beyond -5 and 5 count as these."""
+"""Limit on a priority in either direction; larger ones are clamped."""
 LEAST_SLO_S = 0.001
 MOST_SLO_S = 3600.0
 STEP_PASSES = 5.0
-"""Least value of a priority level in mean forward times. With passes of seconds the configured step
-would have no effect."""
+"""Least shift per priority level, in mean forward times; ``priority_step_s`` applies if it is
+longer. With passes of seconds that step alone would have no effect."""
 DIFFERENT_STEPS = 0.5
-"""Two requests differ in urgency if their shifts in the queue differ by more than this many steps.
-Requests with the same SLO and priority do not."""
+"""Requests differ in urgency if their shifts in the queue differ by more than this many steps.
+Smaller differences come from prompt lengths, even with the same SLO and priority."""
 REMEMBERED_S = 30.0
-"""Requests count as different in urgency for this long after the last that differed."""
+"""Seconds for which requests count as different in urgency after the last that differed."""
 
 
 def class_of(priority: int) -> PriorityClass:
-    """Return the metric class of a priority, because metrics must not have a label value per
-    number."""
+    """Return the class of a priority for metrics, which must not have a label value per number."""
     return "low" if priority < 0 else "high" if priority > 0 else "normal"
 
 
@@ -42,24 +41,24 @@ def clamped_priority(priority: int) -> int:
 
 
 def clamped_slo_s(slo_s: float | None) -> float | None:
-    """Clamp an SLO to plausible values. NaN counts as none."""
+    """Clamp an SLO to plausible values. None: there is none, or it is NaN."""
     if slo_s is None or math.isnan(slo_s):
         return None
     return max(LEAST_SLO_S, min(MOST_SLO_S, slo_s))
 
 
 class Urgency:
-    """Turns priority and SLO into seconds of waiting."""
+    """Turns priority and SLO into the seconds by which a request moves in the queue."""
 
     def __init__(self, interval: IntervalController, step_s: float) -> None:
-        """``step_s``: least value of a priority level."""
+        """``step_s``: least shift per level of priority, in seconds."""
         self._interval = interval
         self._least_step_s = step_s
         self._last_shift_s = 0.0
-        """Shift of the newest request; the next field is its tenant."""
+        """Shift of the newest request (:meth:`shift_s`)."""
         self._last_tenant = ""
         self._differed_s = -math.inf
-        """Time of the last request that differed from the one before it."""
+        """Arrival of the last request that differed in urgency or tenant from the one before it."""
 
     @property
     def step_s(self) -> float:
@@ -71,7 +70,8 @@ class Urgency:
 
     @property
     def most_s(self) -> float:
-        """Largest time by which two requests can change places, apart from ageing by length."""
+        """Largest difference, in seconds, between the arrivals of two requests that change places,
+        apart from ageing by length."""
         return 2 * (MOST_PRIORITY + 1) * self.step_s
 
     def shift_s(self, request: Request, chunks: float) -> float:

@@ -16,8 +16,8 @@ from sglang_sbs.scheduling.request import Request
 
 
 def arrived(event: RequestArrived, order: int, now_s: float, timeout_s: float) -> Request:
-    """Build a request from its event, within limits. ``timeout_s``: for requests without a
-    deadline."""
+    """Build a request from its event, with its values clamped. ``order``: arrival number.
+    ``timeout_s``: longest wait if the event has no deadline."""
     return Request(
         rid=event.rid,
         order=order,
@@ -38,25 +38,24 @@ def arrived(event: RequestArrived, order: int, now_s: float, timeout_s: float) -
 
 @dataclass(slots=True)
 class RequestQueue:
-    """Requests waiting for a dispatch; iterates in arrival order. Cache hits are looked up again
-    when requests are visited. Their place in the policy's order changes when a longer part of their
+    """Requests waiting for a dispatch; iterates in arrival order. A request's cache hits are looked
+    up again when it is visited. Its place in the policy's order changes when a longer part of its
     prompt is cached somewhere (:meth:`reorder`)."""
 
     key_of: Callable[[Request], float] = lambda request: request.arrived_s
-    """Key of the policy's order; must not change while a request waits and its hits are the
-    same."""
+    """Sort key of the policy's order; constant while a request waits and its hits stay the same."""
     prefix: PrefixIndex = field(default_factory=PrefixIndex)
     turns: TenantTurns = field(default_factory=TenantTurns)
-    """Turns of tenants, used while several have waiting requests."""
+    """Turns of the tenants, used while several have waiting requests."""
     tokens: int = 0
-    """Uncached prompt tokens waiting."""
+    """Uncached prompt tokens of all waiting requests."""
     _requests: dict[str, Request] = field(default_factory=dict)
     _deadlines: list[tuple[float, int, Request]] = field(default_factory=list)
     _lengths: list[tuple[int, int]] = field(default_factory=list)
-    """Prompt tokens and arrival order of each request."""
+    """(prompt tokens, arrival number) of each request, ascending."""
     _over_limit: set[str] = field(default_factory=set)
     _watches: dict[str, int] = field(default_factory=dict)
-    """Watched first blocks that no rank holds."""
+    """First block of the prompt that no rank holds, by request id; watched in the prefix index."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -75,12 +74,12 @@ class RequestQueue:
         self.turns.sort()
 
     def look_at(self, request: Request) -> None:
-        """Set hits and key of a request that is about to be added."""
+        """Set cache hits and sort key of a request that is about to be added."""
         self.look_up(request)
         request.key = self.key_of(request)
 
     def add(self, request: Request) -> None:
-        """Append; arrival order is the order of calls."""
+        """Add a request; the order of calls is the arrival order."""
         self.look_at(request)
         self._requests[request.rid] = request
         self.turns.add(request)
@@ -91,7 +90,7 @@ class RequestQueue:
             self._watch(request)
 
     def remove(self, rid: str) -> Request | None:
-        """Remove a request at any position; return None if it does not wait here."""
+        """Remove a request at any position and return it; None: it does not wait here."""
         request = self._requests.pop(rid, None)
         if request is not None:
             self.tokens -= request.uncached_tokens
@@ -110,7 +109,7 @@ class RequestQueue:
         self.remove(request.rid)
 
     def ahead_tokens(self, request: Request) -> float:
-        """Estimate the waiting tokens that are served before a request with its key."""
+        """Estimate the waiting tokens served before this request, which need not be queued."""
         if not self._requests:
             return 0.0
         return self.tokens * min(1.0, self.turns.ahead(request) / len(self._requests))
@@ -120,12 +119,12 @@ class RequestQueue:
         return next(iter(self), None)
 
     def oldest_of(self, wanted: Callable[[Request], bool], most: int) -> Request | None:
-        """Return the oldest wanted request among the ``most`` oldest."""
+        """Return the oldest ``wanted`` request among the ``most`` oldest; None: there is none."""
         return next(filter(wanted, islice(self, most)), None)
 
     def in_order(self) -> Iterator[Request]:
-        """Yield all waiting requests in the policy's order, in turn for several tenants. Do not
-        change the queue meanwhile."""
+        """Yield all waiting requests in the policy's order; if several tenants wait, in their
+        turns. Do not change the queue meanwhile."""
         if self.turns.several:
             yield from map(self._looked_up, self.turns.in_turn())
             return
@@ -141,11 +140,12 @@ class RequestQueue:
             yield request
 
     def first(self, count: int) -> Iterator[Request]:
-        """Return the first requests of :meth:`in_order`, with hits from the last lookup."""
+        """Return the first ``count`` requests by sort key, regardless of tenants' turns, with the
+        hits of their last lookup."""
         return (request for _, _, request in islice(self.turns.by_key(), count))
 
     def look_up(self, request: Request) -> None:
-        """Look up the current cache hits of a request."""
+        """Look up the request's cache hits, if they may have changed since the last lookup."""
         prefix = self.prefix
         if not request.blocks:
             return
@@ -168,7 +168,7 @@ class RequestQueue:
             request.upcoming_version = coming.version
 
     def reorder(self) -> None:
-        """Move requests that have more cached tokens than when they got their place."""
+        """Move the requests that have more cached tokens than when they got their place."""
         for rid in self.prefix.take_appeared():
             request = self._requests.get(rid)
             if request is None:
@@ -213,9 +213,9 @@ class RequestQueue:
         return over
 
     def count_batch(self, passed_over: Iterable[Request], instances: int, n_limit: int) -> None:
-        """Phase 3 of Algorithm 2, for requests that a batch passed over. A cycle is one batch per
-        instance: with 64 instances, a request that only waits for the next pass would otherwise
-        exceed ``n_limit``."""
+        """Count a batch for the requests that it passed over (Phase 3 of Algorithm 2). A cycle is
+        one batch per instance: with 64 instances, a request that only waits for the next pass would
+        otherwise exceed ``n_limit``."""
         cycle = 1 / instances
         for request in passed_over:
             request.waited_batches += 1
@@ -225,5 +225,5 @@ class RequestQueue:
 
     @property
     def over_limit(self) -> bool:
-        """Return whether a waiting request has waited more than N_limit cycles."""
+        """Whether a waiting request has waited more than N_limit cycles."""
         return bool(self._over_limit)

@@ -1,1 +1,1 @@
-"""Bookkeeping about an engine's messages themselves: their order, and what they replace."""
+"""Tracks which messages of an engine are new, lost or outdated, and the source of its load."""

@@ -18,12 +18,13 @@ Source = Literal["none", "interval", "http", "load_poll", "endforward"]
 
 
 class LoadSource:
-    """The source in force. A weaker message changes nothing until silence ends a stronger one."""
+    """Source of the load of an instance or rank now. A message from a weaker source changes nothing
+    until silence ends the stronger one."""
 
     __slots__ = ("name", "reports")
     name: Source
     reports: bool
-    """Whether the load comes from EndForward."""
+    """Whether the load comes from EndForward (the engine's reports)."""
 
     def __init__(self) -> None:
         self.forget()
@@ -32,7 +33,7 @@ class LoadSource:
         self.name, self.reports = "endforward", True
 
     def on_load_poll(self) -> bool:
-        """Return whether the poll counts: reports are more precise and more recent."""
+        """Record a load poll. Return False if EndForward, which is more precise, is the source."""
         if not self.reports:
             self.name = "load_poll"
         return not self.reports

@@ -2,7 +2,7 @@
 
 Any host can send in a rank's name. A message that does not follow the previous one, or is of a
 former boot, is rejected while the present stream is active. After a silence another stream takes
-over: the true one after a forged message, or that of an engine not received for long."""
+over: the true one after a forged message, or one whose messages did not arrive for long."""
 
 from __future__ import annotations
 
@@ -11,43 +11,46 @@ from typing import NamedTuple
 from sglang_sbs.wire import EndForward
 
 RESUME_S = 2.0
-"""Silence after which another stream is accepted. An idle rank reports once a second."""
+"""Seconds without an accepted message of a rank after which messages that do not follow it
+(numbers, or a former boot id) may take over. An idle rank reports once a second."""
 SILENT_S = 5.0
-"""Discard an idle rank's last report after this long without a new one."""
+"""Seconds without a new report after which a rank's last one is discarded. On prefill, the time of
+a running pass is not counted."""
 MOST_LOST = 1024
-"""Largest gap in sequence numbers that still counts as the same stream."""
+"""Largest step in sequence numbers that still counts as the same stream."""
 
 
 class Taken(NamedTuple):
-    """Result of accepting a message, before its content is read."""
+    """Result of :meth:`ReportCursor.take` for an accepted message."""
 
     restarted: bool
-    """The engine restarted: everything at the rank is lost."""
+    """The message has a new boot id: the engine restarted, and lost everything at the rank."""
     lost_requests: int
-    """Number of accepted requests with an id in a message that did not arrive (yet)."""
+    """Number of requests that the rank accepted in messages that did not arrive (yet)."""
 
 
 class ReportCursor:
-    """One per DP rank. Messages may be lost, repeated, forged or reordered."""
+    """Position in a DP rank's message stream. Messages may be lost, repeated, forged, reordered."""
 
     __slots__ = ("_accepted", "_aside", "_retired", "_seq", "boot_id", "reported_s")
 
     def __init__(self) -> None:
         self.boot_id = ""
         self.reported_s: float | None = None
-        """Time of the newest message; None if there was none."""
+        """Time of the newest accepted message; None: there was none."""
         self._seq = -1
         self._accepted = -1
         self._retired = ""
         self._aside: int | None = None
-        """Last sequence number that did not follow, since the stream became silent."""
+        """Number of the last message that did not follow the stream, since its silence; None: no
+        message. A message that follows this one starts the new stream."""
 
     def age_s(self, now_s: float) -> float | None:
-        """Seconds since the newest message; None if there was none."""
+        """Return the seconds since the newest accepted message; None: there was none."""
         return None if self.reported_s is None else now_s - self.reported_s
 
     def take(self, report: EndForward, now_s: float) -> Taken | None:
-        """Advance to this message. Return None to reject it: it is outdated, too far ahead, or of a
+        """Advance to a message, if it is accepted. None: it is outdated, too far ahead, or of a
         former boot."""
         restarted = False
         silent = self.reported_s is None or now_s - self.reported_s >= RESUME_S

@@ -1,2 +1,2 @@
-"""Decides which scheduler is active, as seen by schedulers and front ends, with or without a
-lock."""
+"""Which of several scheduler processes is active: decided by a fixed order (without a lock) or an
+election, and found by the front ends."""

@@ -43,21 +43,22 @@ _MOST_FRONT_ENDS = 4096
 class OrderTimes:
     tick_s: float = 0.1
     lost_s: float = 1.0
-    """Silence after which another scheduler counts as absent; a process inactive for this long
-    knows nothing about the others."""
+    """Silence after which another scheduler counts as absent. A process that was itself inactive
+    for this long gives up its lead, because another may be active."""
     start_s: float = 2.0
-    """Time for which a scheduler without knowledge waits for all answers."""
+    """After a start or a pause, longest wait for the others' answers before becoming active."""
     served_s: float = 2.0
-    """Time after which a front end's report of its session expires unless repeated."""
+    """Time after which a front end's report that it is being served expires unless repeated."""
     return_s: float = 5.0
-    """After this long an earlier scheduler that is ready gets the lead back."""
+    """The active scheduler steps down when one earlier in the order has been ready this long."""
 
 
 _TIMES = OrderTimes()
 
 
 class Order:
-    """Conclusions of one scheduler. Times are seconds of one clock."""
+    """Decides whether one scheduler is active, from the answers of the others and the reports of
+    front ends. Does no I/O. Times are seconds of one clock."""
 
     def __init__(
         self,
@@ -67,7 +68,7 @@ class Order:
     ) -> None:
         """Create the state of the scheduler at position ``own``."""
         self.term: int | None = None
-        """Term in which it is active."""
+        """Term in which this scheduler is active; ``None``: standby."""
         self._own = own
         self._highest = 0
         self._times = times
@@ -85,13 +86,15 @@ class Order:
             self._served[look.who] = now_s
 
     def exceed(self, term: int) -> None:
-        """Take note of another scheduler that is or was active in this term."""
+        """Take note that another scheduler is or was active in ``term``; become a standby if the
+        own term is not later."""
         self._highest = max(self._highest, term)
         if self.term is not None and term >= self.term:
             self.term = None
 
     def stalled(self, now_s: float) -> bool:
-        """Return whether this process was inactive long enough for others to have taken over."""
+        """Return whether this process was inactive for more than ``lost_s``: another may be active.
+        If so, become a standby and wait for new answers."""
         if now_s - self._asked_s <= self._times.lost_s:
             return False
         self._asked_s = self._knows_nothing_since_s = now_s
@@ -99,8 +102,8 @@ class Order:
         return True
 
     def decide(self, standings: Sequence[Standing | None], now_s: float) -> int | None:
-        """Return the term in which it is active. ``standings`` are in order, with ``None`` for
-        schedulers that do not answer and for itself."""
+        """Return the term in which this scheduler is active from now on; ``None``: standby.
+        ``standings`` has all schedulers in order, ``None`` for this one and for silent ones."""
         self.stalled(now_s)
         self._asked_s = now_s
         others = {i: s for i, s in enumerate(standings) if s is not None and i != self._own}
@@ -147,8 +150,8 @@ class FixedOrder(Election):
         dial: Dial,
         times: OrderTimes = _TIMES,
     ) -> None:
-        """Stand for election; ``endpoints`` are all schedulers in order, ``own`` is this process's
-        position."""
+        """Create the election. ``endpoints``: all schedulers in order; ``own``: this process's
+        position in it; ``dial``: opens connections to the others."""
         super().__init__()
         self._endpoints = tuple(endpoints)
         self._own = own
@@ -194,6 +197,6 @@ class FixedOrder(Election):
         self._look()
 
     def on_look(self, look: Look) -> None:
-        """Handle a :class:`Look`, with which another process asks for this one's state and reports
-        its own."""
+        """Take note of what the sender of a :class:`Look` reports: the highest term it knows, and
+        whether it is a front end that is being served."""
         self._order.on_look(look, self._loop.time())

@@ -18,7 +18,7 @@ from sglang_sbs.router.processes.messages import Hello, Look, Standing, Unwelcom
 logger = logging.getLogger(__name__)
 
 _MOST_AHEAD = 1_000_000
-"""Largest plausible advance of terms between two messages."""
+"""A term is ignored if it is later than the latest known one by more than this."""
 
 
 @dataclass(eq=False)
@@ -29,13 +29,12 @@ class Lead:
     begun: int = 0
     """Number of times this process became active."""
     since_s: float = 0.0
-    """Time when it last became active."""
+    """Time when this process last became active, in seconds of the event loop's clock."""
     _highest: int = 0
 
     @property
     def active(self) -> bool:
-        """Whether this process is active; checked before every action reserved to the active
-        one."""
+        """Whether this process is active. Check it before every action of an active scheduler."""
         return self.election.leads()
 
     @property
@@ -54,8 +53,8 @@ class Lead:
         self._highest = max(self._highest, term)
 
     def shown(self, term: int) -> None:
-        """Take note of another active scheduler's term. A term far beyond all known ones is
-        ignored, because terms must last."""
+        """Take note of another active scheduler's term, and become a standby if it is not earlier
+        than the own. A term far beyond all known ones is ignored, so that terms do not run out."""
         if term > self._highest + _MOST_AHEAD:
             logger.warning("ignoring term %d: the latest is %d", term, self._highest)
             return
@@ -71,18 +70,19 @@ class Lead:
         return Standing(active=self.active, ready=ready)
 
     def turned_away(self) -> Unwelcome:
-        """Return a standby's answer to a front end."""
+        """Return a standby's answer to a front end, with the active scheduler's address."""
         return Unwelcome(standby=True, active=self.leader)
 
     def deposed_by(self, hello: Hello, boot_id: str) -> None:
-        """End this lead if a front end knows of a later scheduler."""
+        """Become a standby if a front end knows a later scheduler than this one (``boot_id``)."""
         if hello.term > self.term:
             self.shown(hello.term)
         elif hello.scheduler not in ("", boot_id) and hello.last_term:
             self.shown(hello.last_term)
 
     def shown_to_people(self) -> dict[str, Any] | None:
-        """State for the dashboard; ``None`` if there can be no other scheduler."""
+        """Return address, term, seconds since this process became active, and how often it did, for
+        the dashboard; ``None`` if there can be no other scheduler."""
         if isinstance(self.election, Unopposed):
             return None
         for_s = round(asyncio.get_running_loop().time() - self.since_s, 1)
@@ -99,7 +99,7 @@ class Lead:
 
 
 class Unopposed(Election):
-    """The election of a single scheduler."""
+    """Election for a router with a single scheduler, which is always active."""
 
     leader = None
     _own_term: int | None = None
@@ -114,7 +114,7 @@ class Unopposed(Election):
         self._look()
 
     def exceed(self, term: int) -> None:
-        """Take a higher term than the previous scheduler's."""
+        """Continue in the term after ``term``, which an earlier scheduler process had."""
         if self._own_term is not None:
             self._own_term = term + 1
             self._look()

@@ -22,11 +22,11 @@ from sglang_sbs.router.processes.messages import Cluster, FromScheduler, Look, W
 @dataclass(frozen=True)
 class ChoiceTimes:
     look_every_s: float = 0.5
-    """Interval during a session; without one the schedulers are asked at every beat."""
+    """Interval of polling all schedulers during a session; otherwise it is the heartbeat's."""
     fresh_s: float = 1.5
-    """Age at which an answer expires."""
+    """Age after which a scheduler's answer no longer counts."""
     again_s: float = 1.0
-    """Interval of reconnecting to an address whose scheduler is not active."""
+    """Shortest interval of reconnecting to an address whose scheduler is not active."""
 
 
 _TIMES = ChoiceTimes()
@@ -38,18 +38,19 @@ class LeadView(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     """Address reported by the scheduler, or the one being tried."""
     connected: bool
-    """Whether this front end has a session with it; otherwise it places requests itself."""
+    """Whether this front end has a session with the scheduler; if not, it places requests
+    itself."""
     term: int
     since: float | None
-    """Unix time in seconds; ``None`` if unknown."""
+    """Unix time in seconds when the scheduler became active; ``None`` if unknown."""
     changes: int
     """Number of times that another scheduler, or the same one in another term, was found."""
     losses: int
-    """Number of times that the scheduler was lost."""
+    """Number of times that this front end lost the scheduler."""
 
 
 class SchedulerChoice:
-    """Chooses among schedulers. Use only from one event loop."""
+    """Chooses the scheduler that a front end connects to. Use only from one event loop."""
 
     def __init__(
         self,
@@ -58,16 +59,16 @@ class SchedulerChoice:
         name: str,
         times: ChoiceTimes = _TIMES,
     ) -> None:
-        """Create the choice among ``endpoints``, preferred one first; ``name`` is this front
-        end's."""
+        """Create the choice among ``endpoints``, the preferred one first. ``dial`` connects to an
+        endpoint; ``name`` is this front end's."""
         self.target = endpoints[0]
-        """Address of the session, or of the next one."""
+        """Address of the scheduler that the front end is connected to, or tries next."""
         self.term = 0
-        """Highest term known."""
+        """Highest term of any scheduler known to this front end."""
         self.boot_id = ""
-        """Boot id of the last scheduler found; empty if there was none."""
+        """Boot id of the last scheduler with a session; empty if there was none."""
         self.last_term = 0
-        """Term in which that scheduler was active."""
+        """Term of the last session."""
         self._found_at = self._address = ""
         self._since_s = 0.0
         self._changes = 0
@@ -82,14 +83,14 @@ class SchedulerChoice:
         self._turned_away = False
 
     def connect(self, receive: Callable[[FromScheduler], None]) -> Line:
-        """Open a line to ``target``. If it raises, nothing is left open."""
+        """Open a connection to ``target``. If it raises, nothing is left open."""
         self._connected_s = self._loop.time()
         self._turned_away = False
         return self._dial(self.target, receive)
 
     def look(self, *, served: bool) -> str:
-        """Called at every beat: return a reason to reconnect to ``target``; empty if there is
-        none."""
+        """Poll the schedulers if it is time, and set ``target`` to the active one. Return the
+        reason to reconnect to ``target``, for the log; empty: stay. Call at every heartbeat."""
         now_s = self._loop.time()
         if not served or now_s - self._asked_s >= self._times.look_every_s:
             self._asked_s = now_s
@@ -105,12 +106,13 @@ class SchedulerChoice:
         return f"{self.target} is not active"
 
     def turned_away(self) -> None:
-        """Note that a scheduler at ``target`` is not active. Another one at that address may be."""
+        """Take note that the scheduler reached at ``target`` is not active. :meth:`look` then asks
+        to reconnect, because another scheduler at the same address may be."""
         self._turned_away = True
 
     def found(self, welcome: Welcome) -> str:
-        """Record a session with ``target``; return how it relates to the last scheduler, for the
-        log."""
+        """Record a session with ``target``. Return the words for its scheduler in the log: "the"
+        (same as before, or first), "the other" (new address) or "the restarted"."""
         before, at = (self.boot_id, self.last_term), self._found_at
         self.boot_id, self.last_term = welcome.scheduler, welcome.term
         self._found_at = self.target
@@ -142,7 +144,8 @@ class SchedulerChoice:
         self._scouts.close()
 
     def _leader(self) -> str | None:
-        """Return the active scheduler with the highest term, unless a higher term is known."""
+        """Return the endpoint of the active scheduler with the highest term; ``None`` if no active
+        one answers, or only in terms earlier than the highest known."""
         terms = self._scouts.leaders(self._times.fresh_s)
         latest = max(terms, key=terms.__getitem__, default=None)
         if latest is None or terms[latest] < self.term:

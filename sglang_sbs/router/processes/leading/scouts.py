@@ -1,4 +1,4 @@
-"""Polls schedulers for their state, over one line each."""
+"""Polls scheduler processes for their state, over one connection each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class Line(Protocol):
-    """One session with a scheduler process, as its user sees it:
+    """Connection to a scheduler process, as far as this package uses it. Implemented by
     :class:`~sglang_sbs.router.processes.sockets.FrontEndSocket`."""
 
     def tell(self, message: ToScheduler) -> bool:
@@ -24,26 +24,28 @@ class Line(Protocol):
         """Handle received messages."""
 
     def close(self, linger_ms: int = 0) -> None:
-        """Close the line; ``linger_ms`` is the time for unsent messages."""
+        """Close the connection. ``linger_ms``: how long unsent messages may still be sent."""
 
 
 Dial = Callable[[str, Callable[[FromScheduler], None]], Line]
-"""Opens a line to an endpoint. If it raises, nothing is left open."""
+"""Opens a connection to an endpoint; the callback gets its messages. An error leaves nothing
+open."""
 
 
 @dataclass(eq=False)
 class Scouts:
-    """Keeps one line per endpoint, opened when possible. Use only from one event loop."""
+    """Polls the schedulers at ``endpoints``. Connects at the first poll and retries at each later
+    one. Use only from one event loop."""
 
     endpoints: Sequence[str]
     dial: Dial
     _lines: dict[str, Line] = field(default_factory=dict)
     _seen: dict[str, tuple[Standing, float]] = field(default_factory=dict)
-    """Last answer of each endpoint, and its time."""
+    """Last answer by endpoint, and when it arrived (seconds of the event loop's clock)."""
     _failed: set[str] = field(default_factory=set)
 
     def ask(self, look: Look) -> None:
-        """Ask all endpoints; answers arrive later, if at all."""
+        """Send ``look`` to all endpoints. Answers arrive later, if at all (:meth:`standing`)."""
         for endpoint in self.endpoints:
             line = self._lines.get(endpoint) or self._new(endpoint)
             if line is not None:
@@ -55,7 +57,8 @@ class Scouts:
         return standing if asyncio.get_running_loop().time() - at_s <= within_s else None
 
     def leaders(self, within_s: float) -> dict[str, int]:
-        """Return the terms of all schedulers that report to be active."""
+        """Return the term of each scheduler, by endpoint, that answered within the last
+        ``within_s`` seconds that it is active."""
         answers = {endpoint: self.standing(endpoint, within_s) for endpoint in self.endpoints}
         return {
             endpoint: standing.term
