@@ -39,7 +39,7 @@ class Aborts:
         self._sent = sent
         self._at_once, self._answer_s, self._stale_s = at_once, answer_s, stale_s
         self._places: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
-        """Semaphores by engine URL, kept while the engine has aborts."""
+        """Limit on concurrent aborts by engine URL, kept while the engine has aborts."""
         self.tasks: set[asyncio.Task[None]] = set()
         """One task per queued or running abort."""
 

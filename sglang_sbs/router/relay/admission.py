@@ -21,7 +21,7 @@ class Admission:
     _queue_size: int
     _timeout_s: float
     has_room: Callable[[int], bool] = lambda units: True
-    """Returns whether this process can open connections for this many more requests."""
+    """Returns whether there are file descriptors for the connections of this many more requests."""
     refill_per_s: float = 0.0
     observe: Callable[[bool], None] = lambda allowed: None
     """Called for each request with whether it was admitted."""
@@ -45,7 +45,8 @@ class Admission:
         return _AdmissionSlot(self, units)
 
     async def take(self, units: int) -> None:
-        """See :meth:`slot`."""
+        """Take a token for each unit, at most all tokens; wait in the queue if there are too few.
+        Raises: RouterError, as on entry to :meth:`slot`."""
         if not self.has_room(units):
             why = "this router has no file descriptors left; raise its limit (ulimit -n)"
             raise RouterError(503, "router_overloaded", why, retry_after_s=1.0)
@@ -60,7 +61,7 @@ class Admission:
         self.running += units
 
     def give_back(self, units: int) -> None:
-        """End a slot."""
+        """Return the tokens that :meth:`take` took for this many units."""
         self.running -= units
         tokens = min(units, self._size)
         if tokens >= 1:
@@ -132,7 +133,7 @@ class Admission:
 
 
 class _AdmissionSlot:
-    """See :meth:`Admission.slot`. Cheaper than a generator, as each request has one."""
+    """Context manager of :meth:`Admission.slot`, one per request; cheaper than a generator."""
 
     __slots__ = ("_admission", "_units")
 

@@ -37,7 +37,7 @@ class AnswerKind(StreamKind, Protocol):
 
     @property
     def end_event(self) -> bytes:
-        """Beginning of the last event of a failed stream, with the name of its first field."""
+        """Bytes with which the last event of a failed stream begins, e.g. ``data: [DONE]``."""
 
     @property
     def repeats_request(self) -> bool:
@@ -47,19 +47,18 @@ class AnswerKind(StreamKind, Protocol):
         """Return the failure described by a response with a status other than 200."""
 
     def may_be_aborted(self, body: bytes | bytearray, start: int, leg: Leg) -> bool:
-        """Return whether a whole response may be that of an aborted request, judged by its bytes
-        from ``start`` on. A match has at most ``ABORT_MARK_BYTES``; :meth:`abort_of` decides."""
+        """Return whether a whole response may be that of an aborted request: search its bytes from
+        ``start`` on for a mark of at most ``ABORT_MARK_BYTES``. :meth:`abort_of` decides."""
 
     def abort_of(self, body: Any, leg: Leg) -> tuple[int, str] | None:
-        """Return status and message if a whole response shows that the engine aborted the
-        request."""
+        """Return HTTP status and message if a parsed response shows an abort, else ``None``."""
 
     def token_counts(self, body: dict[str, Any], *, asks_cached: bool) -> Counts:
-        """Return the counts in prefill's response. ``asks_cached``: the request asked for
-        ``cached_tokens_details``."""
+        """Return prompt and cached tokens of prefill's parsed response. ``asks_cached``: the
+        request asked for ``cached_tokens_details``."""
 
     def output_tokens(self, data: bytes | bytearray) -> int | None:
-        """Return the output tokens in a response or in the last informative event of a stream."""
+        """Return the output tokens reported in a response or a stream's event; ``None``: none."""
 
 
 class _Plain:
@@ -149,7 +148,7 @@ class MessageAnswers(_Plain):
         "rate_limit_error": 429,
         "overloaded_error": 503,
     }
-    """Inverse of SGLang's ``ERROR_TYPE_MAP``; ``api_error`` is 500."""
+    """HTTP status by Anthropic error type (inverse of SGLang's ``ERROR_TYPE_MAP``); others: 500."""
 
     def sign(self, data: bytes, name: bytes) -> Sign:
         if not name:
@@ -170,9 +169,8 @@ class MessageAnswers(_Plain):
         return _reported(worker, status, error)
 
     def may_be_aborted(self, body: bytes | bytearray, start: int, leg: Leg) -> bool:
-        """SGLang reports an abort as ``end_turn``, which in decode's response usually is a normal
-        end. Prefill ends every request by its length (``FINISH_LENGTH(0)``), so its successes have
-        ``max_tokens``."""
+        """Return whether prefill's response has the stop reason ``end_turn``, SGLang's for an abort
+        and a normal end in decode's. Prefill's success is ``max_tokens``: ``FINISH_LENGTH(0)``."""
         return leg == "prefill" and self._end_turn.search(body, start) is not None
 
     def abort_of(self, body: Any, leg: Leg) -> tuple[int, str] | None:
@@ -180,8 +178,8 @@ class MessageAnswers(_Plain):
         return (500, "") if aborted and leg == "prefill" else None
 
     def token_counts(self, body: dict[str, Any], *, asks_cached: bool) -> Counts:
-        """``input_tokens`` excludes cached tokens. Engines report cached tokens only with
-        ``--enable-cache-report``."""
+        """Return prompt and cached tokens. ``input_tokens`` excludes cached tokens, which engines
+        report only with ``--enable-cache-report``."""
         usage = body.get("usage")
         if not isinstance(usage, dict) or type(usage.get("input_tokens")) is not int:
             return None, None
@@ -210,7 +208,8 @@ class ResponseAnswers:
     signs = (b'data: {"type"',)
     needle = b'"output_tokens"'
     mark = re.compile(rb'"output_tokens": ?(\d{1,18})')
-    """The first match is the engine's: tools and metadata written by the client come later."""
+    """Finds the number of output tokens. The first match is the engine's: tools and metadata
+    written by the client come later."""
     error_mark = re.compile(rb'"error": ?\{"code": ?"\w{1,20}", ?"message": ?"')
     _signs = {  # noqa: RUF012 - never changed
         b"response.created": Sign.PREAMBLE,
@@ -234,8 +233,9 @@ class ResponseAnswers:
         return self._signs.get(name, Sign.CONTENT)
 
     def failure(self, worker: str, data: bytes) -> LegFailure | None:
-        """SGLang reports every failure as ``server_error``. Without ``usage`` it is an exception in
-        the engine's HTTP process, usually for a request that prefill rejects with 400."""
+        """Return the failure that a ``Sign.FAILURE`` event reports. SGLang calls each of them
+        ``server_error``. With ``usage`` it is an abort; without, an exception in the engine's HTTP
+        process, usually for a request that prefill rejects with 400."""
         try:
             event = orjson.loads(data)
         except orjson.JSONDecodeError:
@@ -250,7 +250,8 @@ class ResponseAnswers:
         return self.status_failure("decode", worker, 400, error)
 
     def _excerpted(self, data: bytes) -> Any:
-        """Return the members that :meth:`failure` needs, from an excerpt."""
+        """Return an event with the members that :meth:`failure` reads, from the excerpt of a long
+        event (:meth:`.StreamKind.sign`)."""
         head, error, *_ = *data.split(b"\0"), b""
         begun = self.error_mark.match(error)
         found = None if begun is None else self._text.match(error, begun.end())
@@ -263,8 +264,8 @@ class ResponseAnswers:
         return {"response": {"usage": {}, "error": {"message": message}} | usage}
 
     def status_failure(self, leg: Leg, worker: str, status: int, body: bytes) -> LegFailure:
-        """Restore the true status of an engine abort. For this API SGLang turns the abort's
-        ``fastapi.HTTPException`` into a 400 and puts the true status into the message."""
+        """Return the failure, with the true status of an engine abort: for this API SGLang turns
+        the abort's ``fastapi.HTTPException`` into a 400 whose message begins with the status."""
         failure = leg_status_failure(leg, worker, status, body)
         found = self._http_status.match(failure.message) if status == 400 else None
         if found is not None:
@@ -310,7 +311,7 @@ ANSWER_KINDS: dict[RouteKind, AnswerKind] = {
 
 
 def _reported(worker: str, status: int, error: dict[str, Any]) -> LegFailure:
-    """Build the failure reported by an event of a stream."""
+    """Return decode's failure with the message of the ``error`` object in a stream's event."""
     failure = leg_status_failure("decode", worker, status, b"")
     failure.message = str(error.get("message") or failure.message)[:MAX_MESSAGE_CHARS]
     return failure

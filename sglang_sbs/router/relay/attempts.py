@@ -1,5 +1,6 @@
-"""Submits and sends one unit of a client request, and retries it on other engines. Every attempt
-submitted to the scheduler ends there exactly once."""
+"""Runs one unit (one prompt and sample) of a client request: submits it to the scheduler, sends it
+to the selected engines, and retries it on others. The end of every submitted attempt is reported to
+the scheduler exactly once."""
 
 from __future__ import annotations
 
@@ -39,15 +40,15 @@ _MOST_BROKEN_OFF = 2
 """Number of engines that may drop the connection during a request before it is no longer retried.
 The request may be crashing them, and must not reach them all."""
 _AT_ONCE = 4
-"""Units of batches that begin, are sent or end in one turn of the event loop."""
+"""Units of multi-unit requests that are started, sent or cancelled per turn of the event loop."""
 
 
 # SGLang fault: refused-room-stays
 def _time_to_refuse_s(failure: LegFailure, least_s: float, most_s: float) -> float:
-    """After a refusal by prefill, return how long the next attempt waits for another refusal before
-    sending decode its request. A decode engine contacts prefill at once, and state for a request
-    that prefill refuses is never freed there (SGLang's ``disaggregation/mooncake/conn.py``,
-    ``transfer_infos``; sglang #39428).
+    """Return how many seconds the next attempt waits for a refusal by prefill before it sends
+    decode's request; 0 unless prefill has just refused. A decode engine contacts prefill at once,
+    and its state there is never freed if prefill refuses the request (SGLang's
+    ``disaggregation/mooncake/conn.py``, ``transfer_infos``; sglang #39428).
 
     No response shows that prefill has accepted a request: prefill responds at the end, which needs
     decode, and EndForward lists a request only after decode's contact. So the wait is twice the
@@ -68,15 +69,16 @@ class Attempts:
     metrics: RouterMetrics
     in_flight: InFlight
     sends_gangs: bool = False
-    """Engines learn which requests form a batch."""
+    """Mark rids and bootstrap rooms with the request's batch, for the engines' batch gate."""
     sent_as_ids: int = 0
-    """Attempts whose engines received token ids instead of text."""
+    """Number of attempts whose engines received token ids instead of text."""
     turns: LoopTurns = field(default_factory=lambda: LoopTurns(_AT_ONCE))
-    """Turns of batches, whose units begin, are sent and end a few at a time."""
+    """Limits how many units of multi-unit requests start, are sent or end per event-loop turn."""
     _suspicions: Suspicions = field(default_factory=Suspicions)
 
     async def run(self, exchange: Exchange, unit: int) -> Pair:
-        """Run one unit, retrying while none of its response has been sent. Raises: RouterError."""
+        """Run one unit and return its successful pair; a stream is complete by then. Retry while
+        none of the response has been sent. Raises: RouterError, the last attempt failed."""
         run = UnitRun(exchange, unit, exclude=self._unfit(exchange))
         try:
             return await self._retried(run)
@@ -86,8 +88,8 @@ class Attempts:
             exchange.pairs.pop(unit, None)
 
     def _unfit(self, exchange: Exchange) -> tuple[str, ...]:
-        """Engines too old for the request's API. The scheduler selects one only if no other is
-        left; :meth:`_placement` then refuses it."""
+        """Return URLs of engines too old for the request's API. The scheduler selects one only if
+        no other is left; :meth:`_placement` then refuses it."""
         if exchange.plan.kind not in CONVERTED:
             return ()
         return tuple(
@@ -95,10 +97,10 @@ class Attempts:
         )
 
     def _blame(self, run: UnitRun, *, served: bool) -> None:
-        """Count responses of 5xx against their engines. If two engines failed and none served the
-        request, the request may be the cause, and a few such requests must not take out every
-        engine. If only one was tried (no retries, or the client left), its other failures
-        decide."""
+        """Count a unit's 5xx responses against the engines' circuit breakers. If several engines
+        failed and none ``served`` the unit, count none: the request may be the cause, and a few
+        such requests must not take out every engine. If only one engine was tried (no retries, or
+        the client left), :class:`.Suspicions` decides."""
         if not run.suspects:
             return
         suspects, run.suspects = run.suspects, []
@@ -191,7 +193,7 @@ class Attempts:
             self.in_flight.end(attempt, outcome, tokens)
 
     def _timing(self, exchange: Exchange) -> dict[str, str]:
-        """Headers of a stream whose client asked for ``Server-Timing``."""
+        """Return the ``Server-Timing`` header if the client asked for it, otherwise no header."""
         if not exchange.asked.timing:
             return {}
         value = server_timing(split_of(exchange.recent, self.dispatcher))
@@ -220,7 +222,7 @@ class Attempts:
             self._suspicions.served(role, engine)
 
     def _start(self, attempt: Attempt, dispatch: Dispatch) -> Pair:
-        """Send both legs, within this callback if connections are available."""
+        """Send both legs and return their pair, without waiting. Raises: as :meth:`_placement`."""
         run, plan = attempt.run, attempt.run.exchange.plan
         placement = self._placement(dispatch, plan.kind)
         prefill, ids_json = placement.prefill, run.prompt.ids_json
@@ -256,7 +258,8 @@ class Attempts:
         return pair
 
     def _placement(self, dispatch: Dispatch, kind: RouteKind) -> AttemptWorkers:
-        """Check that the workers of a dispatch can be used now. Raises: LegFailure, RouterError."""
+        """Return the workers of a dispatch. Raises: LegFailure, one was removed or restarted;
+        RouterError, one is too old for the API, or has no such DP rank."""
         prefill_rank, decode_rank = dispatch.prefill_rank, dispatch.decode_rank
         prefill = self._worker("prefill", dispatch.prefill, prefill_rank)
         decode = self._worker("decode", dispatch.decode, decode_rank)

@@ -18,7 +18,7 @@ from sglang_sbs.router.requests.raw_json import JsonError, Raw
 SHORT_BYTES = 64 << 10
 """Shorter JSON is parsed whole."""
 _OPENED = ("meta_info", "usage", "logprobs")
-"""Objects that are parsed, in a response or in its choice."""
+"""Members of a response, or of its only choice, that are parsed even if they are long."""
 
 ABORT_MARK = re.compile(rb'"(?:type|finish_reason)": ?"abort"')
 """Occurs in every response of an aborted request, and possibly in others."""
@@ -47,7 +47,8 @@ def opened(body: bytes | bytearray | memoryview) -> dict[str, Any]:
 
 
 def opened_in_parts(body: bytes | bytearray | memoryview) -> Parts:
-    """Parse in steps, so that others can run in between; each step reads every byte once."""
+    """Parse as :func:`opened` does, in steps between which other work can run; the generator's
+    return value is the result. Each step reads every byte at most once. Raises: JsonError."""
     try:
         if len(body) <= SHORT_BYTES:
             value = orjson.loads(body)
@@ -117,8 +118,8 @@ def is_list(value: Any) -> bool:
 
 
 def one_after_the_other(first: Any, second: Any, leave_out: int = 0) -> Any:
-    """Concatenate two lists, without the last ``leave_out`` entries of the first. Raises:
-    JsonError."""
+    """Concatenate two lists (parsed, or ``Raw`` JSON) without the last ``leave_out`` entries of the
+    first. Raises: JsonError, ``first`` is not valid JSON."""
     if isinstance(first, list) and isinstance(second, list):
         return first[: len(first) - leave_out] + second
     texts = [
@@ -133,7 +134,7 @@ def one_after_the_other(first: Any, second: Any, leave_out: int = 0) -> Any:
 
 
 def abort_of(body: Any) -> tuple[int, str] | None:
-    """Return status and message if a response shows that the engine aborted the request."""
+    """Return HTTP status and message if a parsed response shows an abort, otherwise ``None``."""
     if not isinstance(body, dict):
         return None
     meta = body.get("meta_info")
@@ -152,7 +153,7 @@ def abort_of(body: Any) -> tuple[int, str] | None:
 
 def count_of(name: bytes, data: bytes | bytearray) -> int | None:
     """Return the last value of ``name`` (``completion_tokens`` or Anthropic's ``output_tokens``) in
-    a response or at the end of a stream."""
+    a response or at the end of a stream; ``None`` if it has none."""
     found = _OUTPUT_TOKENS.match(data, max(0, data.rfind(b'"%b"' % name)))
     if found is None:
         return None
@@ -161,8 +162,8 @@ def count_of(name: bytes, data: bytes | bytearray) -> int | None:
 
 
 def token_counts(body: dict[str, Any], asks_cached: bool) -> tuple[int | None, int | None]:
-    """Return prompt and cached tokens, from ``meta_info`` or OpenAI's ``usage`` and SGLang's
-    ``sglext``. ``usage`` has cached tokens only with ``--enable-cache-report``."""
+    """Return prompt and cached tokens (``None``: unknown), from ``meta_info`` or OpenAI's ``usage``
+    and SGLang's ``sglext``. ``usage`` has cached tokens only with ``--enable-cache-report``."""
     meta, usage = body.get("meta_info"), body.get("usage")
     if isinstance(meta, dict):
         prompt, cached = meta.get("prompt_tokens"), meta.get("cached_tokens")

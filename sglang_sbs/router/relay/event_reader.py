@@ -22,7 +22,7 @@ LONG_BYTES = 64 << 10
 that event is complete."""
 _HEAD_BYTES = 1024
 _TAIL_BYTES = 4096
-"""Bytes of a long event's beginning and end in its excerpt."""
+"""Bytes of a long event's end in its excerpt; ``_HEAD_BYTES`` of its beginning."""
 _MARK_BYTES = 64
 _FIELDS = (b"data:", b"event:", b"id:", b"retry:", b":")
 _BOM = b"\xef\xbb\xbf"
@@ -32,7 +32,7 @@ Payload = bytes | memoryview
 
 
 class Sign(enum.Enum):
-    """The meaning of an event for its stream."""
+    """Effect of a server-sent event on its stream: preamble, content, regular end, or failure."""
 
     PREAMBLE = "preamble"
     """Held back until the stream opens: if a failure follows, the request can still be retried."""
@@ -59,12 +59,12 @@ class StreamKind(Protocol):
 
     @property
     def error_mark(self) -> re.Pattern[bytes]:
-        """Beginning of the error in a long event that fails an unopened stream; matches at most 64
-        bytes. A client that can write one as well only hides the engine's."""
+        """Pattern of the beginning of the error in a long ``FAILURE`` event; matches at most 64
+        bytes. If the client's text in the event matches as well, the engine's error is not read."""
 
     @property
     def telling_end(self) -> bool:
-        """The last event of a stream also has its counts, or is the failure that ended it."""
+        """Whether a stream's last event also has its token counts, or is the failure at its end."""
 
     @property
     def signs(self) -> tuple[bytes, ...]:
@@ -83,7 +83,7 @@ class StreamKind(Protocol):
 
 
 class EventReader:
-    """State of one stream, and the part of it that can be passed on."""
+    """Reads the event stream of one engine, and returns what can be passed on to the client."""
 
     __slots__ = (
         *("_begun", "_cut", "_errors", "_held", "_last", "_marked", "_most_held", "_partial"),
@@ -95,9 +95,9 @@ class EventReader:
         self, kind: StreamKind, worker: str, *, whole: bool = False, most_held: int | None = None
     ) -> None:
         """Create a reader. ``whole``: return the data of complete events, except the last of the
-        stream, for an editor; otherwise return the bytes as received. ``most_held``: limit on bytes
-        held back until the stream opens, by default ``LONG_BYTES``; a longer preamble breaks the
-        stream."""
+        stream, so that they can be edited; otherwise return the bytes as received. ``most_held``:
+        limit on bytes held back until the stream opens, by default ``LONG_BYTES``; a longer
+        preamble breaks the stream."""
         self.kind = kind
         self._most_held = LONG_BYTES if most_held is None else most_held
         self._worker = worker
@@ -132,13 +132,14 @@ class EventReader:
         self._searched = 0
         """Position at which the search of a long event for the mark resumes."""
         self._marked = b""
-        """Match of the mark in a long event."""
+        """Match of ``kind.mark`` in the current long event; empty if there is none so far."""
         self._errors: list[int] = []
-        """Where an error may begin in a long event of an unopened stream; two are enough."""
+        """Positions at which ``kind.error_mark`` matched in the current long event, if the stream
+        is not open. At most two, because an error is read only if there is one match."""
 
     @property
     def unopened_bytes(self) -> int:
-        """Number of bytes received, as long as the stream is not open."""
+        """Number of bytes received; 0 once the stream is open."""
         return 0 if self.opened else self._read + len(self._partial)
 
     @property
@@ -178,7 +179,8 @@ class EventReader:
         return self.opened or self.failure is not None or self.broken is not None
 
     def end(self) -> Sequence[Payload]:
-        """Finish the response. Returns as :meth:`feed` does."""
+        """Handle the response's end: judge a last event that lacks its blank line. Return what can
+        be passed on, as :meth:`feed` does."""
         rest = bytes(self._partial[: LONG_BYTES + 1])
         if self.failure is not None or self.broken is not None or len(rest) > LONG_BYTES:
             return ()
@@ -273,7 +275,8 @@ class EventReader:
             self._held.append(data)
 
     def _open_unread(self, start: int) -> None:
-        """Judge the first event by its beginning, because it is too long to wait for its end."""
+        """Judge an event of an unopened stream by its beginning, because it is too long to wait for
+        its end. This opens, fails or breaks the stream."""
         end = min(start + _HEAD_BYTES, self._most_held - self._read)
         head = bytes(self._partial[start : max(start, end)])
         if not self._is_event(head):
@@ -304,9 +307,9 @@ class EventReader:
             self._seen = len(buffer) - len(_EVENT_END)
 
     def _search(self, buffer: bytearray, start: int, end: int) -> Sign | None:
-        """Search the part of a long event that is new. Clients can fill events with what almost
-        matches, so there must be no Python work per needle. Returns the event's sign if the stream
-        is not open, judged by its beginning."""
+        """Search the new part of a long event for the marks of its kind. Return the sign of its
+        beginning if the stream is not open, otherwise ``None``. No Python code may run per needle:
+        clients can fill events with text that almost matches."""
         at = max(start, self._searched - _MARK_BYTES)
         self._searched = end
         sign = None
@@ -355,7 +358,7 @@ class EventReader:
 
 
 def _fields(event: bytes) -> tuple[bytes | None, bytes]:
-    """Return an event's ``data`` (``None`` if it has none) and its name."""
+    """Return an event's ``data`` (``None`` if it has none) and its name (empty if none)."""
     if event.startswith(b"data:") and b"\n" not in event:
         return event[5:].strip(), b""
     lines = event.split(b"\n")
@@ -365,7 +368,8 @@ def _fields(event: bytes) -> tuple[bytes | None, bytes]:
 
 
 def _long_payload(buffer: bytearray, event: memoryview, start: int, end: int) -> Payload:
-    """Return the data of a long event, with surrounding spaces as a view if it is one line."""
+    """Return the data of a long event: a view of ``event`` if it is one line (spaces around the
+    data included), otherwise a copy."""
     begin = start + bytes(event[:1]).count(b"\n")  # two would have ended an event
     if buffer[begin : begin + 5] == b"data:" and buffer.find(b"\n", begin, end) < 0:
         return event[begin + 5 - start :]

@@ -1,6 +1,6 @@
-"""Tracks requests in flight: client requests, their units, and the attempts at each unit. Owns the
-table from rid to workers, which binds EndForward messages, the counters per worker, and the
-clients' ids for aborts."""
+"""Tracks requests in flight: client requests, their units, and the attempts at each unit. Finds the
+workers of a rid (to bind EndForward messages to workers) and the requests of a client's id (to
+abort them), and keeps each worker's counters."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ from sglang_sbs.scheduling.queue.priority import class_of
 @dataclass(slots=True)
 class Exchange:
     headers: bytes
-    """Headers that both legs send."""
+    """Header lines sent with the prefill and the decode request."""
     request_id: str
     asked: RouterHeaders
     downstream: Downstream
     pairs: dict[int, Pair]
-    """Current attempt by unit index."""
+    """Pair of the current attempt at each running unit, by unit index."""
     plan: RequestPlan
     prompts: list[ReadPrompt]
     """Tokenized prompts by prompt index."""
     session: str
     priority: int
-    """Larger is more urgent."""
+    """Scheduling priority; larger is more urgent."""
     recent: RecentRequest
     """The record kept for the access log and ``sglang-sbs why``."""
     make_sink: Callable[[Pair], Callable[[Payload], None]] | None = None
     """Creates the consumer of an attempt's decode stream; ``None`` collects the whole response."""
     edits_events: bool = False
-    """The consumer takes the data of each event instead of the bytes as received."""
+    """The stream's consumer gets the data of each event instead of the bytes as received."""
     window: asyncio.Semaphore | None = None
-    """Places of a batch for units that are waiting for prefill."""
+    """Limits how many units wait for prefill at once; ``None`` with a single unit."""
     ending: bool = False
     """A unit failed or the client left: no further unit is sent."""
 
@@ -71,16 +71,16 @@ class UnitRun:
     unit: int
     attempts: int = 0
     exclude: tuple[str, ...] = ()
-    """Engines that failed this unit."""
+    """URLs of engines to avoid: they failed this unit, or are too old for its API."""
     broken_off: set[str] = field(default_factory=set)
-    """Engines that dropped the connection."""
+    """URLs of engines that dropped the connection on this unit."""
     suspects: list[LegFailure] = field(default_factory=list)
-    """Responses of 5xx that may be the fault of the engine or of the request."""
+    """5xx responses not counted against engines yet, because the request may be the cause."""
     decode_after_s: float = 0.0
     """Time that the next attempt gives prefill to refuse before it sends decode's request."""
 
     ahead: bool = True
-    """The unit occupies a place in the window of its batch."""
+    """The unit still occupies a place in ``exchange.window``."""
 
     def __repr__(self) -> str:
         return f"<UnitRun {self.unit} of {self.exchange!r}: attempts={self.attempts}>"
@@ -98,7 +98,7 @@ class UnitRun:
 
     @property
     def opened(self) -> bool:
-        """Whether part of the response exists and may have been passed on."""
+        """Whether the current attempt has output, which may have been sent to the client."""
         pair = self.exchange.pairs.get(self.unit)
         return pair is not None and pair.opened
 
@@ -111,11 +111,11 @@ class Attempt(Submitted):
     submitted_s: float = 0.0
     first_byte_s: float | None = None
     pair: Pair | None = None
-    """Both legs, once sent."""
+    """The prefill and the decode request; ``None`` until they are sent."""
     prefill_open: bool = False
     """The legs were sent, and prefill has not responded."""
     trace: AttemptTrace | None = None
-    """Times for its spans; ``None`` without tracing."""
+    """Times for its tracing spans; ``None`` without tracing."""
 
     def state(self) -> str:
         of = f"attempt {self.run.attempts} at unit {self.run.unit}"
@@ -136,12 +136,12 @@ class InFlight:
     traces: Traces | None = None
     recent: RecentRequests = field(default_factory=RecentRequests)
     pace: Pace = field(default_factory=Pace)
-    """Spaces out work on long responses."""
+    """Spaces out the steps of parsing long responses, so that other work runs in between."""
     draining: bool = False
     """Shutdown has begun: each response closes its connection."""
     transfer_timeout_s: float = TRANSFER_TIMEOUT_S
     last_chance_s: float = 5.0
-    """Time without a byte after which a stream of a lost worker is ended."""
+    """Seconds without an event after which the open stream of an unresponsive worker is ended."""
     _attempts: dict[str, Attempt] = field(default_factory=dict)
     _tasks: dict[asyncio.Task[object], Sequence[str]] = field(default_factory=dict)
     """Tasks of client requests, each with the client's own ids."""
@@ -192,7 +192,7 @@ class InFlight:
         return len(found)
 
     def was_aborted(self, task: asyncio.Task[object]) -> bool:
-        """Whether the cancellation came from :meth:`abort`, not from a client that disconnected."""
+        """Return whether :meth:`abort` cancelled the task, and not a client that disconnected."""
         return task in self._aborted
 
     async def wait_idle(self) -> None:
@@ -223,7 +223,8 @@ class InFlight:
             worker.dispatches += 1
 
     def end(self, attempt: Attempt, outcome: Outcome, completion_tokens: int | None) -> None:
-        """End the attempt; if its decode request is parked, only prefill's part ends now."""
+        """End an attempt in the scheduler, the counters and the records. If its decode request must
+        be parked, decode's part ends in the scheduler only when it is released."""
         recent = attempt.run.exchange.recent
         seen = recent.client_side(attempt.submitted_s, attempt.first_byte_s)
         del self._attempts[attempt.rid]
@@ -248,7 +249,8 @@ class InFlight:
         seen: ClientSide,
         placement: AttemptWorkers | None,
     ) -> None:
-        """Finish decode's part of an attempt."""
+        """Report an attempt's end to the scheduler and uncount it at the decode worker; runs at
+        once, or when the parked decode request is released."""
         self.dispatcher.on_ended(rid, outcome, completion_tokens, seen)
         if placement is not None:
             placement.decode.active -= 1
@@ -265,7 +267,8 @@ class InFlight:
         return {url: len(found) for url, found in names.items()}
 
     def find_owner(self, rid: str, role: str) -> str | None:
-        """Return the URL of the engine that got that role's leg, to bind EndForward messages."""
+        """Return the URL of the engine to which the attempt's leg of ``role`` was sent, ``None`` if
+        unknown; binds EndForward messages to workers."""
         attempt = self._attempts.get(rid)
         if attempt is None or attempt.placement is None:
             return None

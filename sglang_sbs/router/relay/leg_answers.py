@@ -36,7 +36,7 @@ MAX_ANSWER_BYTES = 256 << 20
 MAX_LOGPROBS_BYTES = 32 << 20
 """Limit on prefill's response if its logprobs go into decode's: half a million tokens."""
 MAX_STREAMED_LOGPROBS_BYTES = 4 << 20
-"""The same limit for streams, each of whose events may get all of them."""
+"""Limit on prefill's response if its logprobs go into a stream, whose events may repeat them."""
 
 Body = bytes | bytearray
 """Body of a response, not modified once complete, so that large ones need no copy."""
@@ -59,7 +59,7 @@ class _Leg:
     body: bytearray = field(default_factory=bytearray)
     _size: int = 0
     _aborted: bool = False
-    """``body`` contains the mark of an abort."""
+    """``body`` contains an abort's mark, which only parsing can confirm."""
 
     @property
     def worker(self) -> str:
@@ -139,7 +139,8 @@ class PrefillLeg(_Leg):
         asyncio.get_running_loop().call_later(wait_s, self._open, parts)
 
     def _open(self, parts: Parts) -> None:
-        """Continue parsing; other work runs between two steps."""
+        """Run the next step of parsing prefill's response. Schedule the step after it, or report
+        the result or failure to the pair."""
         if self.pair.closed:
             return
         try:

@@ -21,7 +21,8 @@ _EVENT_END = b"\n\n"
 
 
 def sse(value: Any) -> list[bytes | memoryview]:
-    """Format an event in pieces, without copying long values."""
+    """Return the bytes of a server-sent event with ``value`` as JSON, in pieces so that long values
+    are not copied."""
     first, *others = engine_json.dumped_pieces(value)
     if not others:
         return [b"".join((b"data: ", first, _EVENT_END))]
@@ -111,7 +112,7 @@ def _sum(left: Any, right: Any) -> Any:
 
 
 class NoAnswer(ValueError):
-    """A response is not like SGLang's; ``args`` are its unit and the reason."""
+    """A unit's response does not have SGLang's format; ``args`` are the unit and the reason."""
 
 
 def merge_answers(
@@ -148,7 +149,8 @@ def merge_answers(
 
 
 def _choices_of(unit: int, choices: Raw | None) -> list[bytes | Raw]:
-    """Return choices with the unit's index, each after a comma. Raises: JsonError."""
+    """Return a response's choices as pieces of JSON: a comma before each, and the unit as its
+    ``index``. Empty for ``None`` or null. Raises: JsonError, they are not a list of objects."""
     if choices is None or raw_json.is_null(choices):
         return []
     index = b"%d" % unit

@@ -33,11 +33,11 @@ logger = logging.getLogger(__name__)
 _SETTLE_S = 10.0
 """Time that prefill's response may take after decode's is complete."""
 _MOST_REPEATED = 16
-"""Limit on the events before the first output, as a multiple of the request's size. Both events
-repeat instructions and tools, and include every field that a tool leaves out."""
+"""Limit on the bytes before the first output of ``/v1/responses``, as a multiple of the request's
+size. Two events repeat instructions and tools, with every field that a tool leaves out."""
 _MOST_WAITING = 3
-"""The same limit while prefill is at work, which may take long. Decode's connection is not read
-beyond it until prefill has responded."""
+"""Decode's bytes before its first output that are read while prefill is at work, as a multiple of
+the request's size. Reading then pauses until prefill has responded, which may take long."""
 # SGLang fault: retraction-without-key
 _WHY_RETRACTION_FAILS = (
     "decode ended the stream early. If it had retracted the request, it asked prefill over plain "
@@ -46,7 +46,8 @@ _WHY_RETRACTION_FAILS = (
 )
 # SGLang fault: early-abort-ignored
 _ABORT_AGAIN_S = 1.0
-"""An engine that is still tokenizing ignores aborts, so young legs get a second one after this."""
+"""A request aborted at an age below this gets a second abort after the same time, because an engine
+that is still tokenizing ignores aborts."""
 
 
 class Pair:
@@ -104,7 +105,7 @@ class Pair:
         self._done = False
         self._failure: LegFailure | None = None
         self._woken: asyncio.Future[None] | None = None
-        """Awaited by the attempt, which is the only one that waits."""
+        """Future on which the attempt waits for the next change of this pair."""
         self._prefill_over = self._decode_over = False
         self._all_sent = False
         """Prefill responded with 200: decode has the whole KV."""
@@ -153,7 +154,7 @@ class Pair:
             await self._wait()
 
     async def wait_done(self) -> None:
-        """Wait until decode's response is complete. Raises: LegFailure."""
+        """Wait until decode's response is complete. Raises: LegFailure, a leg failed first."""
         while not self._done:
             await self._wait()
 
@@ -210,7 +211,7 @@ class Pair:
         self.decode_call.forget_payload()
 
     def abort_decode(self) -> None:
-        """End the parked decode request."""
+        """Abort the parked decode request, and stop waiting for prefill's response."""
         self.must_park = False
         if not self._prefill_over:
             self._prefill_over = True
@@ -231,7 +232,7 @@ class Pair:
             self._release()
 
     def on_decode_ended(self) -> None:
-        """The engine ended a parked request by itself."""
+        """Handle that the decode engine ended a parked request by itself."""
         self._decode_over = True
         self._release()
 
@@ -322,7 +323,8 @@ class Pair:
             self._in_flight.parking.limit(self)
 
     def prefill_came(self) -> None:
-        """Prefill's response has begun and is long. Do not hold others until it is parsed."""
+        """Handle that prefill's response has begun and is long: send decode's request if it is
+        still delayed, and report prefill as done before the response is parsed."""
         self.decode_call.let_go()
         if not self.closed:
             self._book(self._in_flight.dispatcher.prefill_done)
@@ -387,7 +389,8 @@ class Pair:
             self._decode_broke(str(reader.broken))
 
     def _with_cause(self, pieces: Sequence[Payload]) -> Sequence[Payload]:
-        """Add a likely cause before the event that ends a failed stream."""
+        """Return a failed stream's last pieces with an error event inserted that names the likely
+        cause (a refused retraction)."""
         data = b"".join(pieces)
         error = RouterError(500, "retraction_refused", _WHY_RETRACTION_FAILS)
         event = error.sse_event(self.answers.error_style)
@@ -449,5 +452,6 @@ _NOT_STREAMED = EventReader(ANSWER_KINDS["generate"], "")
 
 
 def _refuses(failure: LegFailure) -> bool:
-    """Return whether prefill never accepted the request; 408 and 499 can come later."""
+    """Return whether a failure's status shows that prefill never accepted the request: 4xx, but 408
+    and 499 can also come later."""
     return 400 <= failure.status < 500 and failure.status not in (408, 499)

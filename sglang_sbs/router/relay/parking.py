@@ -44,7 +44,7 @@ parked request holds a connection and KV of its decode engine."""
 
 
 class Parking:
-    """Decode requests of this process that are parked."""
+    """The parked decode requests of this process; releases each when it is safe."""
 
     def __init__(self, transfer_timeout_s: float = TRANSFER_TIMEOUT_S) -> None:
         self._transfer_timeout_s = transfer_timeout_s
@@ -78,8 +78,8 @@ class Parking:
         self._parked[pair] = self._timer(pair, limit_s), released
 
     def limit(self, pair: Pair) -> None:
-        """Start the transfer timeout: prefill's request ended without proof that all KV was sent,
-        or decode's connection is lost."""
+        """Release a parked request after the transfer timeout at the latest, because prefill's
+        request ended without proof that all KV was sent, or decode's connection is lost."""
         if pair in self._parked:
             timer, released = self._parked[pair]
             timer.cancel()
@@ -94,7 +94,8 @@ class Parking:
                 self.limit(pair)
 
     def _limit_s(self, pair: Pair) -> float:
-        """Transfer timeout, as reported by the engine's plugin if that is longer."""
+        """Return the transfer timeout in seconds: the router's, or the one that the prefill
+        engine's plugin reports if it is longer."""
         sbs = pair.placement.prefill.known.sbs
         return max(self._transfer_timeout_s, sbs.transfer_timeout_s if sbs is not None else 0)
 

@@ -15,9 +15,9 @@ from sglang_sbs.scheduling.explained.stories import ClientAttempt, Story
 
 MOST_KEPT = 4096
 MOST_ATTEMPTS = 32
-"""Attempts and ids remembered per request; a batch may have thousands of units."""
+"""Limit on attempts, and on ids, remembered per request; it may have thousands of units."""
 _MOST_SAMPLES = 20_000
-"""Samples kept per minute."""
+"""Limit on the TTFT samples, and on the hold samples, kept per minute."""
 
 
 class RecentRequest(msgspec.Struct, eq=False, gc=False):
@@ -26,22 +26,23 @@ class RecentRequest(msgspec.Struct, eq=False, gc=False):
     request_id: str
     kind: str
     began_s: float
-    """Monotonic clock, like all times except the next."""
+    """Arrival on the monotonic clock, in seconds, like all times except ``began_unix_s``."""
     began_unix_s: float
     units: int
     ids: tuple[str, ...]
     """The client's own ids, and that of a merged response."""
     sent: tuple[ClientAttempt, ...] = ()
     submitted_s: float | None = None
-    """Time of its first attempt."""
+    """Time when its first attempt was submitted to the scheduler."""
     first_byte_s: float | None = None
     held_s: float | None = None
-    """Hold in the scheduler of the attempt that was placed last."""
+    """Seconds that the attempt dispatched last was held in the scheduler."""
     status: int | None = None
     seconds: float | None = None
 
     def client_side(self, submitted_s: float, first_byte_s: float | None) -> ClientSide:
-        """Return the client's view of an ended attempt. ``first_byte_s``: monotonic clock."""
+        """Return an attempt's times that only the front end measures. ``submitted_s`` and
+        ``first_byte_s`` (``None``: there was none): monotonic clock."""
         first_s = submitted_s if self.submitted_s is None else self.submitted_s
         return ClientSide(
             self.request_id[:MAX_REQUEST_ID_CHARS],
@@ -64,7 +65,8 @@ class RecentRequest(msgspec.Struct, eq=False, gc=False):
 
 
 class RecentRequests:
-    """Recent requests. Use only from one event loop."""
+    """The last ``MOST_KEPT`` client requests, found by any of their ids. Use only from one event
+    loop."""
 
     def __init__(self) -> None:
         self._kept: deque[RecentRequest] = deque()
@@ -101,7 +103,7 @@ class RecentRequests:
         self.minute.add(self.minute.held_s, held_s)
 
     def first_byte(self, request: RecentRequest, now_s: float) -> None:
-        """Record the first byte of any of its units."""
+        """Record the first byte of any of the request's units; later calls do nothing."""
         if request.first_byte_s is None:
             request.first_byte_s = now_s
             self.minute.add(self.minute.ttft_s, now_s - request.began_s)

@@ -40,10 +40,12 @@ from sglang_sbs.scheduling.queue.priority import clamped_priority
 logger = logging.getLogger(__name__)
 
 MOST_AHEAD = 256
-"""Units of one batch that may wait for prefill; further ones begin as these get past it."""
+"""Units of one client request that may wait for prefill at once; further ones start as these have
+passed prefill or ended."""
 _QUICK_BYTES = 32 << 10
 _QUICK_VALUES = 512
-"""Bodies up to this size and number of values are planned at once: a thread would cost more."""
+"""Request bodies up to ``_QUICK_BYTES`` with at most this many commas are parsed on the event loop,
+where they cost less than in a thread."""
 
 
 @dataclass(eq=False, repr=False)
@@ -60,7 +62,7 @@ class Relay:
         self.bodies = Bodies(self.config.max_bodies_bytes, self.config.pace)
         self._timeouts = SharedTimer(self.config.request_timeout_s, self._time_out)
         self._late: set[asyncio.Task[Any]] = set()
-        """Tasks that were cancelled because of their timeout."""
+        """Tasks of client requests that were cancelled because of the request timeout."""
 
     async def handle(
         self,
@@ -213,7 +215,7 @@ class Relay:
             raise _no_answer(pair.prefill, "prefill") from error
 
     async def _spaced(self, size_bytes: int) -> None:
-        """Wait until a step on this many bytes may run."""
+        """Wait until it is the turn of a parsing step on this many bytes; short ones never wait."""
         if size_bytes > SHORT_BYTES:
             await asyncio.sleep(self.in_flight.pace.wait_s(size_bytes))
 
@@ -221,8 +223,8 @@ class Relay:
     def _edited(
         plan: RequestPlan, pair: Pair, output: dict[str, Any], *, first: bool = True
     ) -> dict[str, Any]:
-        """Edit a response or an event; ``first`` is set for a whole response or a stream's first
-        event."""
+        """Merge prefill's logprobs into a response or event, restore the client's rid, and return
+        it. ``first``: it is a whole response or a stream's first event."""
         if plan.merge_logprobs and pair.prefill_reply is not None:
             if plan.kind == "generate":
                 merged_answers.merge_input_logprobs(output, pair.prefill_reply.body)
@@ -263,7 +265,7 @@ class Relay:
     async def _run_all(
         self, exchange: Exchange, run: Callable[[int], Coroutine[Any, Any, object]]
     ) -> None:
-        """Run all units concurrently; the first failure ends the others."""
+        """Run all units concurrently. The first failure cancels the others and is raised."""
         if len(exchange.plan.units) == 1:
             await run(0)
             return
@@ -305,7 +307,7 @@ class Relay:
             raise error
 
     async def _end(self, exchange: Exchange, tasks: Collection[asyncio.Task[Any]]) -> None:
-        """Cancel units and wait for them, a few at a time, because cleaning up takes time."""
+        """Cancel the units' tasks, a few per event-loop turn as each cleans up, and await them."""
         exchange.ending = True
         left = [task for task in tasks if not task.done()]
         try:

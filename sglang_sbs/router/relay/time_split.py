@@ -13,7 +13,7 @@ HEADER = "Server-Timing"
 
 
 def complete(story: Story, request: RecentRequest) -> None:
-    """Add the front end's view of an attempt in progress."""
+    """Add the front end's times to a story's attempt in progress, in place, if it has only one."""
     if len(story.sent) != 1 or request.submitted_s is None:
         return
     for number, attempt in enumerate(story.attempts):
@@ -24,8 +24,8 @@ def complete(story: Story, request: RecentRequest) -> None:
 
 
 def split_of(request: RecentRequest, dispatcher: Dispatcher) -> dict[str, float]:
-    """Return the TTFT's parts in seconds (``scheduling/explained/timelines.py``). If another
-    process schedules, everything after the hold is one part."""
+    """Return the TTFT's parts in seconds (``scheduling/explained/timelines.py``); empty before the
+    first byte. If another process schedules, everything after the hold is one part."""
     if request.submitted_s is None or request.first_byte_s is None:
         return {}
     known = dispatcher.timeline(request.sent[0].rid) if len(request.sent) == 1 else None
@@ -41,7 +41,7 @@ def split_of(request: RecentRequest, dispatcher: Dispatcher) -> dict[str, float]
 
 
 def server_timing(parts: dict[str, float]) -> str:
-    """Return the header's value; empty without parts."""
+    """Return the ``Server-Timing`` header's value for parts in seconds; empty without parts."""
     if not parts:
         return ""
     each = [f"{name};dur={1e3 * seconds:.1f}" for name, seconds in parts.items()]
@@ -49,7 +49,7 @@ def server_timing(parts: dict[str, float]) -> str:
 
 
 def in_one_line(request: RecentRequest, parts: dict[str, float]) -> str:
-    """Format the rids and the split for the access log."""
+    """Return the request's rids and the parts of its TTFT (given in seconds) for the access log."""
     rids = [attempt.rid for attempt in request.sent[:2]]
     more = f" and {len(request.sent) - 2} more" if len(request.sent) > 2 else ""
     text = f"rid {' '.join(rids)}{more}" if rids else "not sent"

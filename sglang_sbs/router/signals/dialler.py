@@ -28,7 +28,7 @@ _FOLLOW_STANDING_S = 60.0
 
 
 def host_name_of(endpoint: str) -> str:
-    """Return the name in ``tcp://NAME:PORT``; empty for an address and for any other endpoint."""
+    """Return the host name in ``tcp://NAME:PORT``; empty if it is an address or another form."""
     if not endpoint.startswith("tcp://"):
         return ""
     host = endpoint.removeprefix("tcp://").rpartition(":")[0]
@@ -68,11 +68,11 @@ class Dialler:
         self._follow_s = follow_s
         self._wanted: Collection[str] = ()
         self._connected: set[str] = set()
-        """Connected endpoints, by address."""
+        """Endpoints that the socket is connected to, with addresses in place of names."""
         self._addresses: dict[str, str] = {}
         """Address in use by host name."""
         self._following: dict[str, asyncio.Task[None]] = {}
-        """Tasks by host name."""
+        """Tasks that keep resolving the host names in use, by name."""
 
     def dial(self, endpoints: Collection[str]) -> None:
         """Connect to these endpoints and drop all others; names follow once they are resolved."""
@@ -132,7 +132,7 @@ class Dialler:
         self._used()
 
     def by_address(self, endpoint: str) -> str:
-        """Return the endpoint with an address; empty if it is not known yet."""
+        """Return the endpoint with the address in use for its name; empty if none is known yet."""
         name = host_name_of(endpoint)
         if not name:
             return endpoint

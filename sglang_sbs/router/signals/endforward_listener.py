@@ -50,14 +50,15 @@ class EndForwardListener(EndForwardSocket):
         self._boots: OrderedDict[str, str] = OrderedDict()
         """Worker URL by boot id, most recent last."""
         self._bound_s: dict[str, float] = {}
-        """Time when the log last named a worker's boot, by worker URL."""
+        """Time of the last log line about the boot id found for a worker, by worker URL; there is
+        at most one per ``_LOG_BOUND_S``."""
         self._unbound_warned: set[str] = set()
         self._binding: dict[str, list[str]] = {}
-        """Endpoints bound by engines, by worker URL, to connect to while the socket is open."""
+        """EndForward endpoints that engines bind and the router connects to, by worker URL."""
 
     def described(self, worker: Worker, info: WorkerInfo) -> None:
-        """Connect to the publisher that a worker binds according to ``/server_info``, and to no
-        former one."""
+        """Handle a worker's ``/server_info``: remember its boot id, and connect to the EndForward
+        publishers that it binds, instead of former ones."""
         if self._registry.get(worker.url) is not worker:
             return  # removed meanwhile
         if info.nodes > 1 and self._registry.kv_events_of(worker) is not None:

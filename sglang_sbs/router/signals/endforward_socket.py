@@ -53,7 +53,7 @@ _OF_SUBSCRIBERS = {
     zmq.HEARTBEAT_TIMEOUT: 15_000,
 }
 _MAX_WHY_CHARS = 300
-"""Limit on the reason of a rejection, which may quote the sender."""
+"""Limit on the logged reason why a message is rejected, which may quote the sender."""
 
 
 @dataclass(slots=True, eq=False)
@@ -84,7 +84,7 @@ class EndForwardSocket:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._sockets: dict[int, zmq.Socket[bytes]] = {}
         self._going_on: set[int] = set()
-        """File descriptors with another drain scheduled."""
+        """File descriptors of sockets that are read again in the next turn of the event loop."""
         self._dialler: Dialler | None = None
         """Connects to engines that bind. With keys it needs a separate socket, because one socket
         cannot be both CURVE server and client."""
@@ -93,9 +93,9 @@ class EndForwardSocket:
         """Limit on connections to the bound port."""
 
     def open(self, bind: str | None, keys: CurveKeys | None = None) -> str | None:
-        """Start receiving and return the bound endpoint, with a wildcard port resolved. With
-        ``keys`` only engines with the same secret are accepted. Raises: OSError, it cannot be
-        bound."""
+        """Start receiving and return the bound endpoint, with a wildcard port resolved; ``None``
+        without ``bind``. With ``keys`` only engines with the same secret are accepted. Raises:
+        OSError, it cannot be bound."""
         self._context = zmq.Context(io_threads=1)
         listening = self._subscriber()
         endpoint = None
@@ -165,7 +165,8 @@ class EndForwardSocket:
             self._context = None
 
     def dial(self, endpoints: Collection[str]) -> None:
-        """Connect to these publishers, now and whenever the socket is opened, and to no others."""
+        """Connect to the publishers at these endpoints, and to no others, now or when the socket is
+        opened."""
         self._endpoints = endpoints
         if self._dialler is not None:
             self._dialler.dial(endpoints)
@@ -264,8 +265,8 @@ class EndForwardSocket:
 
 
 def _receive(sock: zmq.Socket[bytes], *, asks_sender: bool) -> tuple[list[bytes], zmq.Frame | None]:
-    """Receive the frames of one message, as many as it should have; none if no message is pending.
-    If requested, also return the first frame with libzmq's data about the sender.
+    """Return the frames of one message (``FRAMES`` of them if its topic is right); empty if none is
+    pending. With ``asks_sender`` also return the first frame with libzmq's data about the sender.
 
     Checking after each frame whether another follows (``recv_multipart``) would cost more than
     everything else. A message of another length spoils at most the next one, and the rank's next

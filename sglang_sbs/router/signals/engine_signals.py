@@ -34,7 +34,7 @@ _TAKEN_AGAIN_S = 0.2
 
 
 class Watch:
-    """All inputs from engines: build them, :meth:`connect` them to a scheduler, then :meth:`start`.
+    """All inputs from engines. Create it, :meth:`connect` it to a scheduler, then :meth:`start` it.
     Workers can be added afterwards."""
 
     def __init__(
@@ -81,16 +81,16 @@ class Watch:
         self.policy_changed(options.scheduler.policy)
 
     def policy_changed(self, policy: Policy) -> None:
-        """Enable reports only for policies that use them."""
+        """Expect EndForward and poll loads only under a policy that uses them."""
         reads = reads_reports(policy)
         listens = self._options.endforward_bind is not None
         self.registry.expect_endforward(reads and listens)
         self._monitor.polls_loads = reads
 
     async def start(self) -> str | None:
-        """Open EndForward, and start watching the workers from flags and pods. Returns the
-        endpoint, unless a router being replaced still holds it. Raises: OSError, it is in use;
-        ValueError, pods cannot be discovered."""
+        """Open EndForward, and start watching the workers from flags and pods. Return the bound
+        endpoint; ``None`` if there is none, or a router being replaced still holds it. Raises:
+        OSError, it is in use; ValueError, pods cannot be discovered."""
         endpoint = None
         if self._options.take_over:
             self._waiting = asyncio.create_task(self._open_when_free())
@@ -105,7 +105,8 @@ class Watch:
         return endpoint
 
     def _open(self) -> str | None:
-        """Open the EndForward socket. Raises: OSError."""
+        """Open the EndForward socket and return its endpoint, ``None`` if there is none to bind.
+        Raises: OSError, it cannot be bound."""
         return self._listener.open(self._options.endforward_bind, self._options.endforward_keys)
 
     async def _open_when_free(self) -> None:
@@ -124,13 +125,14 @@ class Watch:
             await asyncio.sleep(_TAKEN_AGAIN_S)
 
     def let_go(self) -> None:
-        """Free the EndForward endpoint for a successor; no new requests arrive."""
+        """Free the EndForward endpoint for a successor, which gets all new requests."""
         if self._waiting is not None:
             self._waiting.cancel()
         self._listener.close()
 
     def add_worker(self, url: str, role: InstanceRole, bootstrap_port: int | None) -> Worker:
-        """Register a worker and start watching it. Raises: ValueError."""
+        """Register a worker and start watching it. Raises: ValueError, the URL is invalid or
+        already registered."""
         worker = self.registry.add(url, role, bootstrap_port)
         self._monitor.start(worker)
         return worker
@@ -143,7 +145,7 @@ class Watch:
         self._kv_events.removed(worker.url)
 
     def families(self, snapshot: Any) -> Iterator[Metric]:
-        """Metrics for a scrape; ``snapshot`` is of the scheduler that gets these inputs."""
+        """Yield the metrics for a scrape; ``snapshot``: of the scheduler with these inputs."""
         yield from snapshot_families(snapshot, self.registry)
         yield self._metrics.selections(model_name(self.registry))
         fates, about = self._listener.counts, "Messages by result"
@@ -185,7 +187,8 @@ class Watch:
             self._compare_ranks(worker, report)
 
     def _compare_ranks(self, worker: Worker, report: EndForward) -> None:
-        """Compare the DP rank a request was sent to with the rank that accepted it."""
+        """For each request that a prefill rank has accepted, report to the registry the DP rank
+        that it was sent to and the one that accepted it."""
         for rid in report.rids:
             sent_to = self._sent_to(rid)
             if sent_to is not None and sent_to[0] == worker.url:

@@ -25,17 +25,18 @@ MAX_MESSAGE_BYTES = 16 << 20
 """Limit on one message. The blocks that one pass can store and evict take far less, token ids
 included."""
 MAX_EVENT_BLOCKS = 1 << 17
-"""Limit on one event, for the same reason."""
+"""Limit on the blocks of one event; SGLang's have one block each."""
 MAX_EVENT_BYTES = 4 << 20
 MOST_EVENTS = 1 << 17
 MOST_BLOCKS = 1 << 18
-"""Limits on one message; an event of SGLang has one block and takes a hundred bytes."""
+"""Limit on the blocks of one message, as ``MOST_EVENTS`` on its events. SGLang's events have one
+block each and take a hundred bytes."""
 _MOST_CHANGES = 10_000
-"""Limit on one message; a pass of an engine makes a few changes."""
+"""Limit on the :class:`Change` items that a message decodes to; a pass of an engine makes a few."""
 _PART_BYTES = 64 << 10
 """Bytes of a message decoded between two pauses, unless one event is larger."""
 _EVENT_BYTES = 100
-"""Smallest size that an event counts as, because small ones take time as well."""
+"""Least size that an event counts as towards ``_PART_BYTES``, as small ones take time as well."""
 END_OF_REPLAY = -1
 """Sequence number of the message that ends a replay."""
 
@@ -44,8 +45,8 @@ _TIERS: dict[str | None, CacheTier] = {
     **dict.fromkeys((None, "GPU"), "device"),
     **dict.fromkeys(("CPU", "CPU_PINNED", "CPU_TIER1", "CPU_TIER2", "DISK"), "host"),
 }
-"""SGLang's ``StorageMedium``, including older releases' values. ``EXTERNAL`` belongs to no rank and
-is skipped."""
+"""Cache tier by SGLang's ``StorageMedium``, including older releases' values. ``EXTERNAL`` belongs
+to no rank and is skipped."""
 
 ChangeKind = Literal["stored", "removed", "cleared"]
 
@@ -64,7 +65,7 @@ class KvBatch:
     """Changes that one rank published together, in order."""
 
     ts_s: float
-    """Wall clock of the engine."""
+    """Time of publication, in seconds of the engine's wall clock."""
     changes: list[Change]
     dp_rank: int | None = None
 
@@ -131,7 +132,8 @@ def live_frames(frames: Sequence[bytes], topic: bytes) -> tuple[int, bytes]:
 
 
 def replay_frames(frames: Sequence[bytes]) -> tuple[int, bytes]:
-    """Return the same for a message of a replay; the last has ``END_OF_REPLAY`` and no payload."""
+    """Return sequence number and payload of a replay's message; the last has ``END_OF_REPLAY`` and
+    no payload. Raises: MalformedMessage, wrong frames."""
     return _numbered(frames, 4, b"", END_OF_REPLAY)
 
 
@@ -146,8 +148,8 @@ def _numbered(frames: Sequence[bytes], count: int, first: bytes, least: int) -> 
 
 
 def replay_request(start_seq: int) -> list[bytes]:
-    """Build the request (DEALER) for every batch from ``start_seq`` on that the publisher still
-    has."""
+    """Return the frames that request (on a DEALER socket) a replay of every batch from
+    ``start_seq`` on that the publisher still has."""
     return [b"", _SEQ.pack(start_seq)]
 
 
@@ -205,7 +207,7 @@ def _add(changes: list[Change], event: _AnyEvent) -> int:
 
 
 def _decode_events(raws: list[msgspec.Raw]) -> Sequence[_AnyEvent]:
-    """Decode events of known types, at once if all are maps (SGLang since 0.5.20)."""
+    """Decode events, skip unknown types; in one call if all are maps (SGLang since 0.5.20)."""
     with suppress(msgspec.ValidationError):
         return _map_lists.decode(b"\xdc%b%b" % (len(raws).to_bytes(2, "big"), b"".join(raws)))
     return [event for raw in raws if (event := _decode_event(raw)) is not None]

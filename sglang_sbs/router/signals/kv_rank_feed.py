@@ -28,15 +28,15 @@ from sglang_sbs.scheduling.events import BlocksCleared, BlocksRemoved, BlocksSto
 BlockEvent = BlocksStored | BlocksRemoved | BlocksCleared
 MAX_BLOCKS_PER_EVENT = 2048
 _LONG_REPLAY = 256
-"""Number of batches from which the end of a replay is confirmed by another replay that brings
-nothing: an engine's ROUTER socket holds 1000 messages and may have dropped some before the end."""
+"""A replay of at least this many batches is followed by another from its end on: an engine's ROUTER
+socket holds 1000 messages and may have dropped the last ones."""
 _MAX_FRUITLESS = 3
-"""Replays without progress after which the engine is assumed to support none."""
+"""Number of replays in a row without progress after which no more are requested."""
 
 
 class RankFeed:
-    """Follows one rank; ``submit`` takes scheduler events. An invalid batch is passed in as
-    ``None``."""
+    """Follows one rank, and reports changes of its cache to ``submit`` as scheduler events. The
+    caller passes an invalid batch as ``None``."""
 
     def __init__(
         self,
@@ -66,14 +66,14 @@ class RankFeed:
         """Part of the running replay was lost."""
         self._fruitless = 0
         self._survivors: dict[CacheTier, dict[int, None]] | None = None
-        """Blocks present so far while everything is learned; ``None`` otherwise."""
+        """Blocks by tier while a replay from the beginning runs, whose end reports them."""
         self._ahead: tuple[int, KvBatch | None] | None = None
-        """A live batch that follows missing ones."""
+        """Number and content of a live batch after a gap, kept until the gap's replay is over."""
 
     # Connection -------------------------------------------------------------------------------
 
     def connected(self) -> None:
-        """Start to learn: from now on no batch is missed."""
+        """Handle a new connection: forget all blocks, and request a replay if there is one."""
         self.disconnected()
         self._can_ask = self._has_replays
         self._fruitless = 0
@@ -81,7 +81,7 @@ class RankFeed:
             self._learn_all()
 
     def disconnected(self) -> None:
-        """Forget everything: the rank's changes are now unknown."""
+        """Forget all blocks of the rank, because its changes are unknown from now on."""
         self._forget()
         self._next = None
         self._ts_s = -math.inf
@@ -103,7 +103,8 @@ class RankFeed:
         self._take(seq, batch)
 
     def _take(self, seq: int, batch: KvBatch | None) -> None:
-        """Handle a batch in order, or an earlier one."""
+        """Handle a live batch with the expected number, or with a lower one: it is a duplicate, or
+        with a later timestamp a restarted publisher's."""
         if self._next is not None and seq < self._next:
             if batch is None or not batch.ts_s > self._ts_s:
                 return  # it was part of the replay

@@ -46,14 +46,14 @@ logger = logging.getLogger(__name__)
 _MAX_REPLAYS = 8
 """Concurrent replays of all ranks; one can be hundreds of megabytes."""
 _MOST_QUEUED = 64
-"""Limit on events queued for the scheduler."""
+"""Limit on KV events queued for the scheduler; at the limit no more messages are read."""
 _MAX_SOCKETS = 32_768
 _MOST_HELD_BYTES = 16 << 20
-"""Limit on a rank's live messages during a replay."""
+"""Limit on the live messages that are held for a rank during a replay."""
 _FRAME_BYTES = 64
-"""Memory that each frame counts as, in addition to its bytes."""
+"""Memory that each held ZeroMQ frame counts as, in addition to its bytes."""
 _LIVE_HWM = 128
-"""Messages of any size in the socket; further ones wait at the engine."""
+"""Number of messages that a live socket queues; further ones wait at the engine."""
 _REPLAY_HWM = 1_000
 _OF_SOCKETS = {
     zmq.LINGER: 0,
@@ -69,7 +69,8 @@ _CONNECTION_EVENTS = zmq.Event.HANDSHAKE_SUCCEEDED | zmq.Event.DISCONNECTED
 
 
 class KvEventSubscriber:
-    """Follows instances from ``up`` to ``down``. Use only from one event loop."""
+    """Subscribes to the KV events of instances, each from :meth:`up` until some time after
+    :meth:`down`. Use only from one event loop."""
 
     def __init__(
         self, registry: Registry, submit: Callable[[Event], None], times: KvTimes | None = None
@@ -94,7 +95,7 @@ class KvEventSubscriber:
     # Instances --------------------------------------------------------------------------------
 
     def up(self, worker: Worker) -> None:
-        """Follow an instance that was announced to the scheduler, or changed."""
+        """Subscribe to an instance that was announced to the scheduler, or that changed."""
         source, known = self.registry.kv_events_of(worker), self._instances.get(worker.url)
         if known is not None and (known.source, len(known.ranks)) == (source, worker.dp_size):
             known.resume()
@@ -144,7 +145,7 @@ class KvEventSubscriber:
     # For its parts ----------------------------------------------------------------------------
 
     def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run in the background until it ends, or until :meth:`close`."""
+        """Run ``work`` in a task, which :meth:`close` cancels."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -161,7 +162,7 @@ class KvEventSubscriber:
         return self._counts.setdefault((instance, rank), Counter())
 
     def submit(self, event: BlockEvent) -> None:
-        """Queue an event; nothing is sent for an instance while some of its ranks are
+        """Queue an event for the scheduler; drop it while some rank of its instance is
         unreachable."""
         worker = self.registry.get(event.instance)
         if worker is not None and worker.kv_events_missing:
@@ -182,7 +183,7 @@ class KvEventSubscriber:
             asyncio.get_running_loop().call_soon(self._submit_queued)
 
     def _submit_queued(self) -> None:
-        """Submit queued events for one turn; continue in later turns of the event loop."""
+        """Submit queued events for at most ``turn_s``; the next event-loop turn continues."""
         self._submitting = False
         until_s = time.monotonic() + self.times.turn_s
         try:
@@ -240,7 +241,7 @@ class _Subscription:
     def __init__(self, owner: KvEventSubscriber, worker: Worker, source: KvEventsBlock) -> None:
         self.source = source
         self.down_s: float | None = None
-        """Time since which the instance is unused."""
+        """Time when the instance went down; ``None`` while it is up."""
         self._owner = owner
         self._worker = worker
         self._missing = partial(owner.registry.set_kv_events_missing, worker)
@@ -327,7 +328,7 @@ class _RankConnection:
         self._owner = owner
         self._read_live = partial(live_frames, topic=topic.encode())
         self._until_s = 0.0
-        """End of its turn."""
+        """Monotonic time until which messages are handled before other work gets a turn."""
         counts = owner.counts_of(instance, dp_rank)
         self.feed = RankFeed(instance, dp_rank, owner.submit, bool(endpoints.replay), counts)
         self._foreign_before = counts["foreign"]
@@ -360,7 +361,8 @@ class _RankConnection:
         self._live.close()
 
     async def _watch(self) -> None:
-        """Track the connection. Each new one may lead to another publisher."""
+        """Track whether the rank is connected. Forget its blocks when a connection ends, and learn
+        them anew with each connection, which may lead to another publisher."""
         while True:
             event = parse_monitor_message(await self._monitor.get())["event"]
             self._gone()
@@ -375,7 +377,7 @@ class _RankConnection:
         self.feed.disconnected()
 
     def learn(self) -> None:
-        """Start over with a replay."""
+        """Follow the rank from the beginning again, with a replay if there is one."""
         if self._following is not None:
             self._following.cancel()
         self._following = self._owner.start(self._follow())
@@ -409,8 +411,9 @@ class _RankConnection:
                 await self._turn()
 
     async def _hold(self) -> None:
-        """Hold live messages during a replay. Above the byte limit only the latest is kept, and the
-        missing ones are requested later. Earlier messages are part of the replay."""
+        """Hold live messages that arrive during a replay; those held before are dropped, because
+        the replay contains them. Above the byte limit only the latest is kept, and the missing ones
+        are requested later."""
         self._held.clear()
         held_bytes = 0
         while not self._live.sock.closed:
@@ -448,7 +451,8 @@ class _RankConnection:
         read: Callable[[Sequence[bytes]], tuple[int, bytes]],
         limit_s: float | None = None,
     ) -> tuple[int, KvBatch | None]:
-        """Return number and content of the next message. Raises: TimeoutError, none arrived."""
+        """Return the next message's sequence number and batch (``None``: invalid). Raises:
+        TimeoutError, none arrived within ``limit_s``."""
         while True:
             await self._turn()
             while not self._owner.room.is_set():
@@ -480,7 +484,7 @@ class _RankConnection:
             return None
 
     async def _turn(self) -> None:
-        """Let others run once this rank's turn is over."""
+        """Let other work run if this rank has handled messages for ``turn_s``."""
         if time.monotonic() >= self._until_s:
             await asyncio.sleep(0)
             self._until_s = time.monotonic() + self._owner.times.turn_s

@@ -20,7 +20,7 @@ class KvTimes:
     """After this long without a connection to some rank, the instance counts as publishing
     nothing."""
     keep_s: float = 60.0
-    """Subscriptions to an instance end this long after its last use."""
+    """Time for which subscriptions to an instance are kept after it went down."""
     follow_s: float = FOLLOW_S
-    """Interval of resolving a name again while there is no connection."""
+    """Interval at which a host name is resolved again while there is no connection."""
     tick_s: float = 0.5

@@ -18,7 +18,8 @@ LEAST_PEERS, MOST_PEERS = 64, 16_384
 _HANDSHAKE_MS = 3_000
 """Time limit of a peer's handshake; libzmq's default is 30 s."""
 _PROOF_S = 5.0
-"""Time in which a new connection is checked for proof; later ones are checked only in a crowd."""
+"""Time after a new connection in which valid messages are looked up to prove connections; later
+only while more than half of the limit is in use."""
 
 
 def most_peers() -> int:
@@ -35,7 +36,7 @@ class PeerLimit:
     def __init__(self, sock: zmq.Socket[bytes], most: int) -> None:
         sock.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         self.refused = 0
-        """Connections closed because of their number."""
+        """Number of connections closed because there were more than ``most``."""
         self._most = most
         self._unproved: dict[int, None] = {}
         """Descriptors of libzmq's unproved connections, oldest first."""
@@ -57,8 +58,8 @@ class PeerLimit:
 
     @property
     def asks(self) -> bool:
-        """Whether :meth:`proved` is useful now, because finding a message's connection takes
-        time."""
+        """Whether :meth:`proved` should get valid messages now: a connection is unproved, and one
+        is new or over half of the limit is in use. Finding a message's connection takes time."""
         if not self._unproved:
             return False
         crowded = self.connections > self._most // 2

@@ -25,8 +25,8 @@ def report_to_parent(
     gone: Callable[[], None],
     let_go: Callable[[], None] = lambda: None,
 ) -> None:
-    """Report that the child is ready. Calls ``let_go`` on request, and ``gone`` once if the
-    supervisor ends."""
+    """Send ``facts`` to the supervisor through its socket ``fd``: this child is ready. From then on
+    answer pings, call ``let_go`` on request, and ``gone`` once if the supervisor ends."""
     loop, line = asyncio.get_running_loop(), socket.socket(fileno=fd)
     line.setblocking(False)
 
@@ -52,7 +52,7 @@ def report_to_parent(
 
 
 class ChildLine:
-    """The supervisor's end of the line."""
+    """The supervisor's end of the socket pair to one child."""
 
     def __init__(self) -> None:
         self._socket, self.child_socket = socket.socketpair(type=socket.SOCK_SEQPACKET)
@@ -60,7 +60,7 @@ class ChildLine:
         self._socket.setblocking(False)
 
     async def ready(self) -> dict[str, Any]:
-        """Wait for the child's facts. Raises: EOFError, it ended first."""
+        """Wait until the child is ready, and return its facts. Raises: EOFError, it ended first."""
         data = b""
         with contextlib.suppress(OSError):
             data = await asyncio.get_running_loop().sock_recv(self._socket, _MAX_BYTES)

@@ -61,7 +61,8 @@ def _addresses(host: str, port: int) -> list[tuple[int, tuple[Any, ...]]]:
 
 
 def control_path(host: str, port: int) -> Path:
-    """Return the path at which the router on that port expects its successor. Raises: OSError."""
+    """Return the Unix socket path at which the router on that port expects its successor. Raises:
+    OSError, its folder is not private to this user."""
     base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
     folder = base / f"sglang-sbs-{os.geteuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -81,7 +82,8 @@ class Predecessor:
 
     @classmethod
     def call(cls, host: str, port: int) -> Predecessor | None:
-        """Get its listening sockets; ``None`` if there is no such router. Raises: OSError."""
+        """Return the router that serves this port, with its listening sockets; ``None`` if there is
+        none. Raises: OSError, it does not send them."""
         line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         line.settimeout(_ANSWER_S)
         try:
@@ -101,9 +103,9 @@ class Predecessor:
 async def await_successors(
     path: Path, sockets: Callable[[], list[socket.socket]], drain: Callable[[], None]
 ) -> asyncio.Server:
-    """Hand the sockets to a successor that calls at ``path``, and call ``drain`` when it has taken
-    over, unless the server was closed meanwhile. Replaces a router already listening there. Raises:
-    OSError."""
+    """Return a server that hands the sockets to a successor that connects to ``path``, and calls
+    ``drain`` when it has taken over, unless closed meanwhile. Replaces a router already listening
+    there. Raises: OSError, ``path`` cannot be listened at."""
 
     async def called(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         data, offered = b"", sockets()[:_MAX_SOCKETS]

@@ -73,7 +73,7 @@ class Child:
 
     async def keep(self) -> None:
         """Run the process, and again whenever it ends or cannot be started, until :meth:`end`.
-        Raises: StartError."""
+        Raises: StartError, it ended before it ever served."""
         pause_s = 0.0
         ever_served = False
         while not self._stopping:
@@ -162,7 +162,7 @@ class Child:
                 self._process.send_signal(number)
 
     def _close_sockets(self) -> None:
-        """Close this process's copies; the child has its own."""
+        """Close this process's copies of the listening sockets; the child has its own."""
         for sock in self.sockets:
             sock.close()
         self.sockets = []
@@ -260,8 +260,8 @@ class Supervisor:
             self._front_ends.append(Child(name, command, sockets, renew, times))
 
     def _scheduler_command(self, endpoint: str) -> list[str]:
-        """Return the scheduler's command; a restarted one gets a new event log, to keep the
-        former."""
+        """Return the scheduler's command line. A restarted scheduler gets a new event log, so that
+        the former one is kept."""
         words = ["--sbs-role", "scheduler", "--sbs-scheduler", endpoint, "--frontends", "1"]
         if self._options.event_log and self._schedulers:
             words += ["--sbs-event-log", f"{self._options.event_log}.{self._schedulers}"]
@@ -269,8 +269,8 @@ class Supervisor:
         return [*self._argv, *words]
 
     def _front_end_command(self, endpoint: str, number: int) -> list[str]:
-        """Return a front end's command, with the router's limits divided evenly. Each front end
-        applies its own share, so admission needs no messages."""
+        """Return a front end's command line, with its share of the router's limits, which are
+        divided evenly. So admission needs no messages between processes."""
         options = self._options
 
         def share(whole: int) -> int:
@@ -290,7 +290,8 @@ class Supervisor:
         return [*self._argv, *words]
 
     async def _start(self, children: list[Child]) -> None:
-        """Start children and wait until all serve, or a signal arrives. Raises: StartError."""
+        """Start children and wait until all serve, or a signal arrives. Raises: StartError, one
+        ended before it served."""
         tasks = [asyncio.create_task(child.keep(), name=child.name) for child in children]
         self._tasks += tasks
 
@@ -323,7 +324,8 @@ class Supervisor:
     # The end ----------------------------------------------------------------------------------
 
     async def _stop(self) -> int:
-        """Stop front ends first, because they need the scheduler until their end."""
+        """Stop front ends, then the scheduler, which they need until their end. Return the exit
+        code: 1 if front ends did not end in time, or at a second signal."""
         self._stopping.clear()
         logger.info(
             "stopping: front ends finish what they have, for at most %g s "

@@ -98,8 +98,8 @@ def log_answer(
     more: str = "",
     parts: Mapping[str, float] | None = None,
 ) -> None:
-    """Log an answered request: a warning for a client's error, an error for ours. ``more`` is
-    appended; ``parts`` splits the time to its first token."""
+    """Log an answered request: 4xx as a warning, 5xx as an error. ``more`` is appended to the line;
+    ``parts``: the request's TTFT by part, in seconds."""
     level = _level_of(path, status)
     if not access_logger.isEnabledFor(level):
         return
@@ -127,7 +127,7 @@ class RefusalLog:
         """Create the log; use it only from one event loop."""
         self._every_s = every_s
         self._more: dict[tuple[int, str], int] = {}
-        """Refusals without a line, by status and error code."""
+        """Number of refusals since the last line about them, by status and error code."""
 
     def is_news(self, status: int, error_code: str) -> bool:
         """Return whether a response gets its own line; otherwise count it."""
@@ -166,14 +166,14 @@ class RefusalLog:
 
 
 def _printable(text: str) -> str:
-    """Replace control characters, and truncate to a line's length."""
+    """Return the text with ``?`` for unprintable characters, truncated to 256 characters."""
     if len(text) <= 256 and text.isprintable():
         return text
     return "".join(c if c.isprintable() else "?" for c in text[:256])
 
 
 def _escaped(text: str) -> str:
-    """Escape control characters as Python does."""
+    """Return the text with unprintable characters escaped as in a Python string."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

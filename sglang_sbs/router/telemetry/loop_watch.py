@@ -29,7 +29,8 @@ QUIET_S = 10.0
 many."""
 _FRAMES = 12
 _BUSY = 0.5
-"""A process with less CPU time than this share was waiting for a processor or a disk."""
+"""Share of a blocked time that names its cause: garbage collection above this share; a wait for a
+processor or disk if the process's CPU time is below it."""
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ class LoopWatch:
         self._logged_s = self._reported_s = -math.inf
         """Times of the last logged stack and of the last logged length."""
         self._collected_s = self._collecting_since_s = 0.0
-        """Seconds of garbage collection since the last beat."""
+        """Seconds of garbage collection since the last beat, and the start of the current one."""
 
     async def run(self) -> None:
         """Watch until cancelled."""
@@ -103,7 +104,8 @@ class LoopWatch:
 
 
 def _cause(still_s: float, cpu_s: float, collected_s: float) -> str:
-    """Describe the cause from the process's CPU time and garbage collection in that time."""
+    """Return the likely cause of a blocked time, as text for the log. ``cpu_s`` and
+    ``collected_s``: the process's CPU time and garbage collection within it."""
     if collected_s > _BUSY * still_s:
         return f"garbage collection took {collected_s:.2f} s of it"
     if cpu_s < _BUSY * still_s:

@@ -38,20 +38,21 @@ _PART_BUCKETS = (
     *(1.0, 2.0, 5.0, 10.0, 30.0),
 )
 _AGE_BOUNDS_S = (30, 60, 180, 300, 600, 1200, 3600, 7200, 14400, 28800, 86400)
-"""Age buckets of requests in flight, as in sglang_router."""
+"""Bounds of the age buckets of requests in flight, as in sglang_router."""
 _GANG_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _HIT_ERROR_BUCKETS = (
     *(-16384.0, -4096.0, -1024.0, -256.0, -64.0, -1.0),
     *(0.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0),
 )
 _MOST_TOKENS = 10_000_000
-"""Largest plausible number of output tokens of one request."""
+"""Largest plausible number of output tokens of one request; a larger report counts as this."""
 _SHARE_BUCKETS = tuple(step / 10 for step in range(1, 11))
 
 
 _STOCK = {"router_type": "http", "backend_type": "pd", "connection_mode": "http"}
 _STOCK_LABELS = " ".join(_STOCK)
-"""Labels of sglang_router's metrics, with its values for PD over HTTP."""
+"""Names of the labels that sglang_router's metrics have, separated by spaces; ``_STOCK`` has its
+values for PD over HTTP, which are constant here."""
 
 _Buckets = tuple[float, ...]
 _K = TypeVar("_K")
@@ -168,7 +169,7 @@ class RouterMetrics:
         no series, because with service discovery every pod has a URL and its series would be
         exported forever."""
         self.policy = policy
-        """Policy in force."""
+        """Name of the policy in force."""
         self._knows = knows
         self.registry = CollectorRegistry()
         durations = {"buckets": duration_buckets or _DURATION_BUCKETS}
@@ -181,7 +182,7 @@ class RouterMetrics:
         self.collect_with(self._age_families)
         self._gang = (-1, 0)
         self._of_workers: dict[str, dict[tuple[Any, ...], Any]] = {}
-        """Series by worker URL."""
+        """Series by worker URL, then by metric and label values."""
         # Looking up labels costs more than counting, so those of hot paths are kept.
         self._http = cache(self._http_series)
         self._responses = cache(self.http_responses.labels)
@@ -192,7 +193,7 @@ class RouterMetrics:
         self._class_ttft = cache(self.class_ttft_seconds.labels)
         self._class_hold = cache(self._class_hold_seconds.labels)
         self._dispatched: Multiset[str] = Multiset()
-        """Dispatches by policy."""
+        """Number of dispatches by policy."""
 
     def render(self) -> bytes:
         return generate_latest(self.registry)
@@ -243,7 +244,8 @@ class RouterMetrics:
             self._gang = (command.batch, 1)
 
     def selections(self, model: str) -> CounterMetricFamily:
-        """Worker choices, under sglang_router's name; both roles are chosen at once here."""
+        """Return the counter of chosen workers under sglang_router's name. A dispatch counts once
+        per role, because it chooses both workers."""
         labels = ("worker_type", "connection_mode", "model", "policy")
         chosen = {
             (role, "http", model, policy): count
@@ -266,7 +268,7 @@ class RouterMetrics:
         return self.http_requests.labels(method, path), self.http_seconds.labels(method, path)
 
     def on_http_ended(self, status: int, error_code: str, began_s: float) -> None:
-        """Count a response; ``began_s`` is the ``now_s`` given to :meth:`http_started`."""
+        """Count a response; ``began_s``: the ``now_s`` given to :meth:`on_http_started`."""
         others = self._began_s.pop(began_s) - 1
         if others:
             self._began_s[began_s] = others
@@ -330,14 +332,16 @@ class RouterMetrics:
         self._class_hold(priority).observe(seconds)
 
     def first_byte(self, priority: PriorityClass, seconds: float, slo_s: float | None) -> None:
-        """Count decode's first byte; ``slo_s`` is the client's TTFT target."""
+        """Count decode's first byte, ``seconds`` after the attempt's submission. ``slo_s``: the
+        client's TTFT target; ``None``: none."""
         self.ttft_seconds.observe(seconds)
         self._class_ttft(priority).observe(seconds)
         if slo_s is not None:
             self.slo.labels("met" if seconds <= slo_s else "missed").inc()
 
     def request_over(self, timeline: Timeline) -> dict[str, float] | None:
-        """Count the parts of an ended attempt's TTFT, if it had a first byte, and return them."""
+        """Count an ended attempt's output tokens and the parts of its TTFT, which are returned in
+        seconds; ``None`` if it had no first byte."""
         self.completion_tokens.inc(min(max(0, timeline.completion_tokens or 0), _MOST_TOKENS))
         if timeline.client is None or timeline.client.first_byte_s is None:
             return None
@@ -347,14 +351,15 @@ class RouterMetrics:
         return parts
 
     def prefix_found(self, prompt_tokens: int, predicted_tokens: int, reported_tokens: int) -> None:
-        """Count the cached tokens that prefill reported for a prompt."""
+        """Count a prompt's tokens, and those cached at prefill as predicted and as reported."""
         self.prompt_tokens.inc(max(0, prompt_tokens))
         self.predicted_tokens.inc(max(0, predicted_tokens))
         self.reported_tokens.inc(max(0, reported_tokens))
         self.hit_error.observe(reported_tokens - predicted_tokens)
 
     def on_forward_ended(self, worker_url: str, chunk_tokens: int, report: EndForward) -> None:
-        """Count one pass of one prefill rank."""
+        """Count one pass of one prefill rank; other reports are ignored. ``chunk_tokens``: the
+        rank's chunk, 0 if unknown."""
         if report.kind != "forward" or report.role != "prefill":
             return
         if report.extend_tokens > 0 and chunk_tokens > 0:
@@ -373,7 +378,8 @@ class RouterMetrics:
 
 
 def build_info(version: str, policy: str, trigger: str) -> Metric:
-    """Return a metric with version and policy, which distinguishes the sides of an A/B test."""
+    """Return a gauge of 1 whose labels are version, policy and trigger; it distinguishes the sides
+    of an A/B test."""
     of = (version, policy, trigger if policy == "sbs" else "immediate")
     about = "1; version of sglang-sbs, and the policy in force"
     return gauge("sbs_build_info", about, {of: 1}, "version", "policy", "trigger")
@@ -406,8 +412,8 @@ _OF_INSTANCES = (
 
 
 def snapshot_families(snapshot: Any, workers: Registry) -> Iterator[Metric]:
-    """The scheduler's :class:`~sglang_sbs.scheduling.Snapshot` as gauges. Instances that are not in
-    ``workers`` are skipped: the scheduler keeps them for a while."""
+    """Yield the scheduler's :class:`~sglang_sbs.scheduling.Snapshot` as metrics. Instances that are
+    not in ``workers`` are skipped: the scheduler keeps them for a while."""
     for name, text, field in _OF_QUEUE:
         value = getattr(snapshot, field)
         if value is not None:

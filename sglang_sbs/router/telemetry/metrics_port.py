@@ -1,4 +1,5 @@
-"""The metrics port: ``GET /metrics`` and other pages of a process without clients, without a key.
+"""The metrics port. Serves ``GET /metrics`` without a key, and other pages of a process that has no
+clients.
 
 It shares descriptors with the serving port, so it accepts few connections, and closes silent
 ones."""

@@ -1,7 +1,7 @@
 """OpenTelemetry spans of a request: hold, dispatch, prefill, first byte, end (``--enable-trace``).
 
-Without the packages of the extra ``trace`` all of this is ``None``. Spans are created when an
-attempt is over, so that they do not delay the request."""
+Without the packages of the extra ``trace``, :func:`open_traces` returns ``None``. Spans are created
+when an attempt is over, so that they do not delay the request."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class AttemptTrace:
     """Times of one attempt's stages, in nanoseconds since the epoch; 0: not reached."""
 
     parent: Context
-    """Parent of its spans."""
+    """OpenTelemetry context of the client request's span, the parent of the attempt's spans."""
     submitted_ns: int = field(default_factory=time.time_ns)
     dispatched_ns: int = 0
     sent_ns: int = 0
@@ -40,7 +40,8 @@ class AttemptTrace:
 
 class Traces:
     def __init__(self, processor: SpanProcessor) -> None:
-        """Create spans with ``processor``. Raises: ImportError, the packages are not installed."""
+        """Create a tracer whose spans go to ``processor``. Raises: ImportError, the packages of the
+        extra ``trace`` are not installed."""
         from opentelemetry import context, trace
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
@@ -72,7 +73,8 @@ class Traces:
             yield span, [*own, *passed.items()]
 
     def on_submitted(self) -> AttemptTrace:
-        """Begin the record of an attempt under the span of its request."""
+        """Return a record for an attempt submitted now; its spans become children of the current
+        one, the request's."""
         return AttemptTrace(self._context.get_current())
 
     def on_ended(self, attempt: AttemptTrace, command: Dispatch | None, outcome: Outcome) -> None:
@@ -120,8 +122,8 @@ class Traces:
 
 
 def open_traces(endpoint: str) -> Traces | None:
-    """Open traces to an OTLP collector (gRPC) at ``HOST:PORT``, or at a URL for TLS. Returns
-    ``None`` with a warning if the packages are missing."""
+    """Return traces that go to an OTLP collector (gRPC) at ``HOST:PORT``, or at a URL for TLS. Log
+    a warning and return ``None`` if the packages are missing."""
     try:
         return Traces(_exporting_to(endpoint))
     except ImportError as error:

@@ -36,8 +36,7 @@ def model_name(registry: Registry) -> str:
 
 
 def engine_requests(report: EndForward) -> int:
-    """Return the requests that a rank holds by its own count, in all stages this router waits
-    for."""
+    """Return the requests that a DP rank reports, in the stages that the router counts as well."""
     stages = report.waiting_requests + report.bootstrapping_requests + report.inflight_requests
     if report.role == "decode":
         stages += report.kv_transfer_requests + report.running_requests
@@ -47,7 +46,7 @@ def engine_requests(report: EndForward) -> int:
 def worker_families(
     registry: Registry, checks: Mapping[tuple[str, str], int], now_s: float
 ) -> Iterator[Metric]:
-    """Metrics of all workers; ``checks``: health checks by role and result."""
+    """Yield the metrics of all workers; ``checks``: number of health checks by role and result."""
     workers = list(registry)
     for name, text, value in _OF_WORKERS:
         yield gauge(name, text, {worker.url: value(worker) for worker in workers}, "worker")

@@ -35,7 +35,7 @@ class BootVerdict(Enum):
 
 @dataclass(slots=True, eq=False)
 class BootIdentity:
-    """Boot ids of one worker."""
+    """Boot ids in the reports for one worker, and what is known of each."""
 
     by_rank: dict[int, str] = field(default_factory=dict)
     """The boot id of each DP rank that has reported."""
@@ -46,7 +46,7 @@ class BootIdentity:
     recheck: bool = False
     """``/server_info`` must be read again before the worker is trusted."""
     asked_s: float = -math.inf
-    """Time when ``/server_info`` was last read for this reason."""
+    """Time when another read of a healthy worker's ``/server_info`` was last requested."""
     restarted_s: float = -math.inf
     """Time when a new boot was last accepted."""
     strange_s: float = -math.inf
@@ -72,7 +72,7 @@ class BootIdentity:
         return BootVerdict.RESTARTED
 
     def accept(self, rank: int, boot_id: str) -> None:
-        """Note that a boot id was judged to be this worker's, so that it is not retired."""
+        """Record that a boot id was judged to be this worker's; it no longer counts as retired."""
         if self.by_rank.get(rank) != boot_id:
             self.retired.discard(boot_id)
 

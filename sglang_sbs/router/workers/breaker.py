@@ -49,15 +49,14 @@ class Breaker:
                 self._become("closed")
 
     def try_half_open(self, now_s: float) -> bool:
-        """Return True if the timeout of an open breaker just expired: traffic may probe the
-        worker."""
+        """Half-open the breaker and return True if its timeout has expired: traffic may probe."""
         if self.state != "open" or now_s < self.opened_at_s + self._config.timeout_s:
             return False
         return self.let_in()
 
     def let_in(self) -> bool:
-        """Half-open an open breaker and return True; used early if no other worker of the role is
-        left."""
+        """Half-open an open breaker; return False if it is not open. Called before its timeout if
+        no other worker of the role is left."""
         if self.state != "open":
             return False
         self._become("half_open")
@@ -100,6 +99,6 @@ class Suspicions:
         return not any(key[0] == role and key[1] != engine for key in self._failed_s)
 
     def served(self, role: str, engine: str) -> None:
-        """Clear the suspicion."""
+        """Clear the suspicion against an engine that has served a request."""
         if self._failed_s:
             self._failed_s.pop((role, engine), None)

@@ -1,4 +1,4 @@
-"""Judges workers by their reports, and explains missing ones."""
+"""Judges workers by their EndForward reports, and explains missing reports to users."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sglang_sbs.wire import EndForward
 from sglang_sbs.wire.endforward import GATE_ALONE, GATE_ERRORS, GATE_UNSUPPORTED
 
 AS_REPORTED = "as its EndForward reports"
-"""Reason for a missing barrier that is known only from reports."""
+"""``WorkerInfo.no_barrier`` if only EndForward reports that there is no barrier."""
 
 GATE_FAULTS = {
     GATE_ALONE: "the batch gate receives nothing from the engine's other processes, so batches are "
@@ -37,15 +37,15 @@ NO_KV_EVENTS = (
 
 
 class Barrier(NamedTuple):
-    """Whether the DP ranks of a worker run each pass together."""
+    """Whether the DP ranks of a worker run each forward pass together."""
 
     is_there: bool
     source: str
-    """Where this is known from, in words."""
+    """Where this is known from, in words for users."""
 
 
 def barrier_of(info: WorkerInfo) -> Barrier:
-    """Return whether the worker has a barrier, by the most reliable source in ``info``."""
+    """Return whether the worker has a barrier, and which source in ``info`` shows it."""
     if info.dp_size == 1:
         return Barrier(True, "it has one DP rank")
     if info.no_barrier == AS_REPORTED:
@@ -57,8 +57,8 @@ def barrier_of(info: WorkerInfo) -> Barrier:
 
 
 def as_reported(info: WorkerInfo, barrier: bool = False) -> WorkerInfo:
-    """Take the barrier from EndForward if ``/server_info``, which only the engine itself can
-    answer, does not include it."""
+    """Return ``info`` with the ``barrier`` that EndForward reports, unchanged if ``/server_info``
+    already decides it (which only the engine itself can answer)."""
     by_plugin = info.sbs is not None and info.sbs.barrier is not None
     if by_plugin or info.no_barrier not in ("", AS_REPORTED) or info.dp_size == 1:
         return info
@@ -134,8 +134,9 @@ def _are_apart(own: str, other: str) -> bool:
 
 
 def _identity_of(host: str) -> tuple[str, str]:
-    """Return what distinguishes a host: its address, or the first part of its name. A name may mean
-    any address, and loopback means a different host on each machine."""
+    """Return ``(kind, value)`` of a host: ``address``, or ``name`` (its first label); both empty
+    for loopback, wildcard and localhost, which are the same text on every machine. Values of
+    different kinds cannot be compared."""
     try:
         address = ip_address(host.strip("[]"))
     except ValueError:

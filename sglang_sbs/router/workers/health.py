@@ -44,10 +44,10 @@ logger = logging.getLogger(__name__)
 _PROBE_PATHS = ("/ready", "/ping")
 """Health checks without a forward pass. SGLang's /health runs one on DP rank 0."""
 _RANK_PROBE_PATHS = ("/model_info",)
-"""Health check of a DP rank with its own HTTP server, which lacks the others. It answers without
-its scheduler."""
+"""Health check where each DP rank has its own (Rust) HTTP server, which has neither path of
+``_PROBE_PATHS``. It shows that the server answers, not that SGLang's scheduler does."""
 _UNUSED_S = 1.0
-"""Interval at which a policy without use for load polls is checked for a change."""
+"""While the policy does not use load polls, interval at which it is checked whether it does now."""
 _LOADS = "/v1/loads?include=core,disagg,queues"
 _NO_ANSWER = (UpstreamError, TimeoutError)
 _ASKED_AT_ONCE = 32
@@ -94,7 +94,7 @@ class Monitor:
         self._ticker = asyncio.create_task(self._tick())
 
     def start(self, worker: Worker) -> None:
-        """Wait for the worker to start, then keep watching it."""
+        """Wait in the background for the worker to start, then check its health and load."""
         self._doubts[worker.url] = asyncio.Event()
         self._tasks[worker.url] = [_in_background(self._keep(worker, self._watch))]
         if self._config.load_poll_interval_s is not None:
@@ -128,7 +128,7 @@ class Monitor:
             self._registry.tick()
 
     async def _keep(self, worker: Worker, run: Callable[[Worker], Awaitable[None]]) -> None:
-        """Restart a watch after an unexpected error, so that no worker stays unwatched."""
+        """Restart ``run`` after an unexpected error, so that no worker stays unwatched."""
         while True:
             try:
                 await run(worker)
@@ -196,7 +196,8 @@ class Monitor:
             await asyncio.sleep(max(0.0, asked_s + self._config.fast_s - time.monotonic()))
 
     async def _recover(self, worker: Worker) -> bool:
-        """Read the limits again after downtime, because another engine may have started."""
+        """Mark a worker healthy whose checks succeed. After downtime or a doubt read
+        ``/server_info`` first, as another engine may have started; return False if that failed."""
         doubtful = not worker.healthy or worker.info is None or worker.boot.recheck
         doubtful = doubtful or (worker.known.elastic and self._registry.may_ask_again(worker))
         if doubtful and not await self._describe(worker):
@@ -206,7 +207,7 @@ class Monitor:
         return True
 
     async def _probe(self, worker: Worker) -> _Problem | None:
-        """Return the worker's problem, if any; one failing HTTP server is enough."""
+        """Check all HTTP servers of a worker; return the problem of one that fails, if any."""
         problems = await asyncio.gather(
             *(self._probe_server(worker, url) for url in worker.server_urls)
         )
@@ -243,7 +244,7 @@ class Monitor:
         return None
 
     async def _describe(self, worker: Worker) -> bool:
-        """Read ``/server_info``; return False and report a problem if it cannot be used."""
+        """Read ``/server_info`` into the registry. If that fails, report why and return False."""
         try:
             info = parse_server_info(await self._server_info(worker.url), worker.role)
             if info.rust_server and info.nodes > 1:
@@ -269,8 +270,8 @@ class Monitor:
         return True
 
     async def _server_info(self, url: str) -> dict[str, Any]:
-        """Read ``/server_info``. Raises: UnusableWorker, orjson.JSONDecodeError, or as
-        :func:`ask`."""
+        """Return ``/server_info`` of the HTTP server at ``url``. Raises: UnusableWorker or
+        orjson.JSONDecodeError, it is not a JSON object; or as :func:`.ask`."""
         # The schedulers respond between two passes, and a pass may be long.
         status, data = await self._get(url, "/server_info", timeout_s=30.0)
         if status == 404:
@@ -385,7 +386,7 @@ def _in_background(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
 
 
 def _loads_by_rank(worker: Worker, pages: Sequence[bytes]) -> dict[int, Any]:
-    """Collect the entries of the pages by rank, unchecked."""
+    """Return the entries of ``/v1/loads`` pages by DP rank, unchecked."""
     rows: dict[int, Any] = {}
     for number, page in enumerate(pages):
         try:
@@ -403,7 +404,8 @@ def _loads_by_rank(worker: Worker, pages: Sequence[bytes]) -> dict[int, Any]:
 
 
 def _figures(row: Any) -> tuple[int, int, int]:
-    """Return queued tokens, running requests and KV tokens of a rank; -1 each without numbers."""
+    """Return queued tokens, running requests and KV tokens in a rank's ``/v1/loads`` entry; all
+    three are -1 if it is missing or invalid."""
     names = ("total_tokens", "used_tokens", "waiting_uncached_tokens", "running_reqs")
     try:
         total, used, waiting, running = (int(row.get(f"num_{name}", 0)) for name in names)

@@ -16,32 +16,33 @@ from sglang_sbs.router.engines.urls import bracketed, split_worker_url
 from sglang_sbs.router.workers.server_info import SbsBlock, WorkerInfo
 
 OLDER_S = 5
-"""Start time difference after which a decode instance may have contacted the prefill process before
-this one; smaller differences are excluded because decode takes longer to start."""
+"""Seconds by which a decode instance must be older than a prefill process before it can have
+contacted the former process at that URL. Decode takes longer than this to start."""
 _SPELLINGS = 1 << 16
 _TRIES = 16
 _MAX_REMEMBERED = 256
 
 
 class Spelled(Protocol):
-    """The fields of a worker that are needed here."""
+    """Attributes of a :class:`~.worker.Worker` that choosing the spelling of its host needs."""
 
     url: str
     info: WorkerInfo | None
     spelled: int
     """Number of the spelling of its host that engines get; 0: as given."""
     called: dict[str, str]
-    """The boot that each spelling of its host meant, as far as this router saw."""
+    """Boot id that this router has seen under each spelling of its host."""
 
 
 # SGLang fault: stale-prefill-ports
 def host_for_decode(url: str, spelled: int) -> str:
-    """Host sent to decode."""
+    """Return the host of a prefill worker's ``url`` as decode gets it, with spelling number
+    ``spelled``; IPv6 in brackets."""
     return bracketed(respelled(split_worker_url(url)[1], spelled))
 
 
 def respell_all(prefill: Iterable[Spelled], decode: Iterable[Spelled]) -> None:
-    """Choose host spellings that keep decode from contacting a former prefill process."""
+    """Set each prefill worker's ``spelled`` so that decode contacts no former process there."""
     blocks = [engine.info.sbs for engine in decode if engine.info is not None]
     for worker in prefill:
         sbs = worker.info.sbs if worker.info is not None else None
@@ -57,7 +58,8 @@ def spelling_for(
     called: dict[str, str],
     now: int = 0,
 ) -> int:
-    """Return the spelling of the host for that boot and these decode instances; 0 is unchanged.
+    """Return the number of the host's spelling for boot ``prefill`` and these decode instances; 0:
+    as given.
 
     A ``None`` in ``decode`` is an instance that does not report its boot; the host then stays
     unchanged until this router sees another boot there. ``called``: boots seen there by spelling,
@@ -111,6 +113,6 @@ def respelled(host: str, spelling: int) -> str:
 
 
 def _chosen(places: list[int], spelling: int) -> set[int]:
-    """Choose some of the places, at least one if there is any."""
+    """Return a subset of the places, not empty if possible; spellings differ until they repeat."""
     bits = 1 + (spelling - 1) % max(1, (1 << len(places)) - 1)
     return {at for bit, at in enumerate(places) if bits >> bit & 1}

@@ -42,7 +42,7 @@ class Found:
     pod: str
     uid: str
     created: str = field(default="", compare=False)
-    """Kubernetes' timestamp, which sorts by time."""
+    """Kubernetes' creation timestamp; sorting it as text sorts by time."""
 
 
 def read_pod(pod: Mapping[str, Any], role: InstanceRole, port: int) -> Found | None:
@@ -85,12 +85,12 @@ def is_discovered(worker: Worker) -> bool:
 
 
 class Members(Protocol):
-    """Interface for changing the set of workers."""
+    """The set of workers, as pod discovery changes it."""
 
     registry: Registry
 
     def add_worker(self, url: str, role: InstanceRole, bootstrap_port: int | None) -> Worker:
-        """Register a worker. Raises: ValueError."""
+        """Register a worker. Raises: ValueError, the URL is invalid or already registered."""
 
     def remove_worker(self, worker: Worker) -> None: ...
 

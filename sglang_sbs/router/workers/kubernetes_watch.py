@@ -31,8 +31,8 @@ PAGE_SIZE = 500
 
 @dataclass(frozen=True, slots=True)
 class WatchTiming:
-    """Times in seconds. A stream is requested for ``stream_s`` and abandoned after ``silent_s``
-    more."""
+    """Times of lists and watches, in seconds. A watch is requested for ``stream_s``, and given up
+    after ``stream_s + silent_s`` without a byte."""
 
     stream_s: int = 60
     silent_s: float = 15.0
@@ -42,7 +42,8 @@ class WatchTiming:
 
 
 class PodDiscovery:
-    """Makes the members follow the pods, from ``await start()`` to ``await close()``."""
+    """Keeps the workers in ``members`` equal to the matching pods, from ``await start()`` to
+    ``await close()``."""
 
     def __init__(
         self, config: DiscoveryConfig, members: Members, timing: WatchTiming | None = None
@@ -73,7 +74,7 @@ class PodDiscovery:
             await self._api.close()
 
     def changed(self) -> None:
-        """Apply the pods of all streams after a change."""
+        """Add and remove workers after the pods of a stream have changed."""
         # A pod matched by both selectors is prefill.
         prefill = {uid for s in self._streams if s.role == "prefill" for uid in s.pods}
         found = [
@@ -85,7 +86,7 @@ class PodDiscovery:
         self._membership.follow(found, complete=all(s.lists for s in self._streams))
 
     def families(self) -> Iterator[Metric]:
-        """Metrics for a scrape; the first three have ``sglang_router``'s names."""
+        """Yield the metrics for a scrape; the first three have ``sglang_router``'s names."""
         workers, by = self._membership, "kubernetes"
         about = "Workers that are pods"
         yield gauge("smg_discovery_workers_discovered", about, {by: workers.workers}, "source")
@@ -106,12 +107,12 @@ class PodDiscovery:
 
 
 class PodStream:
-    """Keeps the pods of one role current."""
+    """Lists and watches the pods of one role."""
 
     def __init__(self, discovery: PodDiscovery, role: InstanceRole, selector: str) -> None:
         self.role = role
         self.pods: dict[str, Found | None] = {}
-        """Pods by uid; ``None``: matches the selector but does not serve."""
+        """Pods that match the role's selector, by uid; ``None``: the pod does not serve now."""
         self.current = False
         self.lists = 0
         self.errors = 0
@@ -216,7 +217,7 @@ class PodStream:
         self._discovery.changed()
 
     def _call(self, api: ApiClient) -> Callable[..., Any]:
-        """Return the API call that lists or watches the pods."""
+        """Return the API call that lists or watches pods, with namespace and selector set."""
         from kubernetes_asyncio.client import CoreV1Api
 
         core, namespace = CoreV1Api(api), self._discovery.config.namespace

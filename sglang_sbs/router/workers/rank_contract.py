@@ -24,8 +24,8 @@ def is_coupled(version: tuple[int, ...] | None) -> bool:
 
 
 def prefill_members(prefill_rank: int, *, coupled: bool, hint: bool = False) -> dict[str, int]:
-    """Return the body members for prefill. ``hint``: prefill chooses its rank and registers it for
-    decode, so no rank is sent."""
+    """Return the members of prefill's body that set DP ranks (``coupled``: :func:`is_coupled`).
+    ``hint``: prefill chooses its rank and registers it for decode, so no rank is sent."""
     if hint:
         return {}
     if coupled:
@@ -36,7 +36,7 @@ def prefill_members(prefill_rank: int, *, coupled: bool, hint: bool = False) -> 
 def decode_members(
     prefill_rank: int, decode_rank: int, *, coupled: bool, hint: bool = False
 ) -> dict[str, int]:
-    """Return the body members for decode; ``hint`` as in :func:`prefill_members`."""
+    """Return the members of decode's body that set DP ranks, as :func:`prefill_members` does."""
     if coupled:
         return {}
     if hint:

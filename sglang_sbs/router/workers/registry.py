@@ -53,7 +53,7 @@ class Registry:
         prefix_source: PrefixWish = "off",
     ) -> None:
         """Create the registry. ``expects_endforward``: report missing EndForward as a problem.
-        ``monitor``: when a silent engine is asked.
+        ``monitor``: times after which a silent or doubtful engine is asked again.
         ``prefix_source``: how the scheduler learns what prefill instances have cached."""
         self.connect(events)
         self._breaker = breaker or BreakerConfig()
@@ -62,12 +62,12 @@ class Registry:
         self._expects_endforward = expects_endforward
         self._prefix_source = prefix_source
         self.asks_peers = False
-        """Some engine has ranks on several nodes, so the senders' addresses matter."""
+        """Look up the IP addresses of EndForward senders: an engine has ranks on several nodes."""
         self._workers: dict[str, Worker] = {}
         self._aliases: dict[tuple[str, int], str] = {}
 
     def connect(self, events: WorkerEvents) -> None:
-        """Send events there from now on."""
+        """Call these callbacks from now on, instead of earlier ones."""
         self._emit, self._removed = events.emit, events.removed
         self.doubted, self.silenced = events.doubted, events.silenced
 
@@ -148,7 +148,8 @@ class Registry:
     # Reports ----------------------------------------------------------------------------------
 
     def described(self, worker: Worker, info: WorkerInfo) -> None:
-        """Take over a worker's limits from ``/server_info``."""
+        """Store a worker's facts from ``/server_info``, report problems found in them, and announce
+        changes to the scheduler."""
         self.check_boot(worker, info)
         if worker.info is not None and worker.info.no_barrier == AS_REPORTED:
             info = as_reported(info)
@@ -179,7 +180,8 @@ class Registry:
             self._announce_anew(worker)
 
     def check_boot(self, worker: Worker, info: WorkerInfo) -> None:
-        """Check whether ``/server_info`` is still from the same engine process."""
+        """Check whether ``/server_info`` is from the same engine process as before. If not, treat
+        the worker as restarted; report another engine that claims to be it as a problem."""
         is_another, claimant = worker.boot.confirm(worker.known.boot_id, info.boot_id)
         if is_another:
             self._restarted(worker)
@@ -222,7 +224,8 @@ class Registry:
             self.doubted(worker)
 
     def room_left(self, url: str) -> None:
-        """Count a refusal by prefill of a request about which decode may have contacted it."""
+        """Count a request that the prefill worker at ``url`` refused although decode may have
+        contacted it about the request: its bootstrap room may stay there (``rooms_left``)."""
         if worker := self._workers.get(url):
             worker.rooms_left += 1
 
@@ -291,7 +294,8 @@ class Registry:
             self.report_problem(worker, "stalled", next(filter(None, causes), ""))
 
     def accepted(self, worker: Worker, rid: str, named_rank: int, rank: int) -> None:
-        """A DP rank of a prefill worker accepted a request that was sent with ``named_rank``."""
+        """Record that DP rank ``rank`` accepted a request sent with ``named_rank``. If the engine
+        turns out to treat ranks as a hint, report that and name none any more."""
         worker.served.accepted(rid, named_rank, rank)
         if not worker.rank_is_a_hint and (problem := worker.served.problem):
             worker.rank_is_a_hint = True
@@ -317,7 +321,7 @@ class Registry:
     # Cache contents ---------------------------------------------------------------------------
 
     def kv_events_of(self, worker: Worker) -> KvEventsBlock | None:
-        """Return a worker's KV event settings if events are wanted and can be received."""
+        """Return a worker's KV event settings; ``None``: events are unwanted or not published."""
         wanted = worker.known.radix_cache and self._prefix_source in ("auto", "events")
         return worker.known.kv_events if wanted else None
 
@@ -333,7 +337,8 @@ class Registry:
     def on_kv_address(
         self, worker: Worker, report: EndForward, peer: str, *, has_key: bool
     ) -> None:
-        """Handle the KV event address in a recorded report of a rank."""
+        """Store where a rank on another node publishes KV events according to its report, or the
+        reason why that address is not used. ``peer``: the sender's IP address."""
         rank, address = report.dp_rank, report.kv_address
         if address is None or self.kv_events_of(worker) is None:
             return
@@ -386,8 +391,8 @@ class Registry:
             self.doubted(worker)
 
     def may_ask_again(self, worker: Worker) -> bool:
-        """Return whether ``/server_info`` of a healthy worker may be read now, and count it if
-        so."""
+        """Return whether ``/server_info`` of a healthy worker may be read now, at most once per
+        ``recheck_every_s``; if so, store the time."""
         now_s = self._clock()
         if now_s - worker.boot.asked_s < self._monitor.recheck_every_s:
             return False
@@ -406,7 +411,7 @@ class Registry:
         self.doubted(worker)
 
     def refresh(self, worker: Worker) -> None:
-        """Announce a change of the worker's usability to the scheduler."""
+        """Announce the worker to the scheduler as up, down or drained if that has changed."""
         resting = worker.draining and worker.sound and worker.url in self._workers
         if (worker.usable, resting) == (worker.announced, worker.resting):
             return

@@ -18,7 +18,7 @@ AS_A_HINT = (
 
 
 class ServedRanks:
-    """Recent requests of one worker, from its EndForward."""
+    """Compares the named with the accepting DP rank of one prefill worker's last requests."""
 
     __slots__ = ("_elsewhere",)
 
@@ -27,7 +27,7 @@ class ServedRanks:
         """Whether a rank other than the named one accepted each request, by rid, oldest first."""
 
     def accepted(self, rid: str, named_rank: int, rank: int) -> None:
-        """Record that a rank accepted a request."""
+        """Record that DP rank ``rank`` accepted a request sent with ``named_rank``."""
         if rank == named_rank:
             # This overrules another rank's message, as messages of two ranks have no order.
             self._elsewhere[rid] = False
@@ -38,7 +38,7 @@ class ServedRanks:
 
     @property
     def problem(self) -> str:
-        """Describe the problem; empty if none is detected."""
+        """Text for users if the named rank turns out to be a hint; empty otherwise."""
         elsewhere = sum(self._elsewhere.values())
         if len(self._elsewhere) < WINDOW or elsewhere <= MOST_ELSEWHERE:
             return ""

@@ -35,7 +35,8 @@ _FIRST_LORA_REFUSAL = (0, 5, 10)
 it."""
 _REPLAY_PORT = "replay_endpoint_port_base"
 _RUST_MARK = "rust_mm_transport"
-"""Key of an internal state that identifies SGLang's Rust server even without a DP rank (0.5.22)."""
+"""Key in ``internal_states`` that only SGLang's Rust server has; identifies it in 0.5.22, where
+``/server_info`` has no DP rank."""
 _MAX_TEXT = 256
 _MAX_ROUTERS = 16
 _MAX_COUNT = 1 << 40
@@ -113,9 +114,9 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     completion_template: bool = False
     """``/v1/completions`` puts the prompt into a template."""
     max_request_tokens: int = 0
-    """Longest prompt in tokens."""
+    """Longest prompt that the engine takes, in tokens; 0 if unknown."""
     cuts_prompts: bool = False
-    """Longer prompts are truncated instead of refused."""
+    """Prompts longer than ``max_request_tokens`` are truncated instead of refused."""
     context_tokens: int = 0
     """``--context-length``, prompt and output together; 0: the model's, which is not reported."""
     refused_fields: tuple[str, ...] = ()
@@ -130,20 +131,20 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A decode instance that keeps an aborted request's KV pages until no more can be written to
     them (SGLang's deferred release)."""
     acks_release: bool = False
-    """A prefill instance that notifies such a decode instance of the last write; without it decode
-    keeps the pages for 30 s."""
+    """A prefill instance that notifies a decode instance with deferred release of the last KV
+    write; without it decode keeps an aborted request's pages for 30 s."""
     transfer_backend: str = ""
     allocates_late: bool = False
     """A decode instance that reserves KV only after prefill is done."""
     sbs: SbsBlock | None = None
-    """``None``: the plugin is not installed or not configured."""
+    """Fields of our engine plugin; ``None``: it is not installed or not configured."""
     radix_cache: bool = True
     """Prompts reuse KV that earlier ones left in the cache."""
     kv_events: KvEventsBlock | None = None
-    """``None``: KV events are not published, or not in a form that can be subscribed to."""
+    """Where KV events are published; ``None``: nowhere, or they cannot be subscribed to."""
     warnings: tuple[str, ...] = ()
     overlap: bool = True
-    """Overlap scheduling, SGLang's default."""
+    """Scheduling overlaps the forward pass, SGLang's default."""
     no_barrier: str = ""
     """Why its DP ranks run passes independently; empty: they run them together."""
     elastic: bool = False
@@ -155,7 +156,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def boot_id(self) -> str:
-        """Boot id; empty if the engine does not report it."""
+        """Boot id of the engine process; empty if no plugin reports it."""
         return self.sbs.boot_id if self.sbs is not None else ""
 
     @property
@@ -165,7 +166,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def node_of_rank(info: WorkerInfo, dp_rank: int) -> int:
-    """Return the ``--node-rank`` of the process that reports for a DP rank (``read_placement``)."""
+    """Return the ``--node-rank`` of the process that sends EndForward for a DP rank."""
     return dp_rank * info.nodes // info.dp_size
 
 
@@ -193,7 +194,7 @@ def parse_version(text: str) -> tuple[int, ...] | None:
 # SGLang fault: retraction-without-key
 def may_rebootstrap(version: str) -> bool:
     """Return whether a decode engine may ask prefill to recompute KV after a retraction (SGLang's
-    ``submit_prefill_recompute``)."""
+    ``submit_prefill_recompute``, from 0.5.16 on). Development builds count as new."""
     numbers = parse_version(version) or ()
     return not numbers > (0, 0, 0) or numbers >= _FIRST_REBOOTSTRAP
 
@@ -334,9 +335,10 @@ def _why_no_barrier(data: dict[str, Any], dp_size: int, sbs: SbsBlock | None) ->
 
 
 def _nodes(data: dict[str, Any]) -> int:
-    """Return the nodes of the first pipeline stage, which reports; stages are spread over nodes
-    first (``managers/data_parallel_controller.py``, ``launch_tensor_parallel_group``). Without DP
-    attention the ranks are replicas, assumed to be on one node."""
+    """Return the number of nodes of the first pipeline stage, whose DP ranks send EndForward.
+    Stages are spread over nodes first (``managers/data_parallel_controller.py``,
+    ``launch_tensor_parallel_group``). Without DP attention the ranks are replicas, assumed to be on
+    one node."""
     if not dp_ranks(data)[1]:
         return 1
     nodes = _count(data.get("nnodes")) // max(1, _count(data.get("pp_size")))
@@ -408,8 +410,8 @@ def _max_running_requests(data: dict[str, Any], dp_size: int) -> int:
 
 
 def _captured_tokens(config: object) -> tuple[int, ...]:
-    """Return the token counts (``bs``) of the prefill phase in ``cuda_graph_config`` (SGLang's
-    ``model_executor/cuda_graph_config.py``)."""
+    """Return the token counts of prefill's CUDA graphs, ascending (``prefill.bs`` in SGLang's
+    ``model_executor/cuda_graph_config.py``); empty without graphs."""
     prefill = config.get("prefill") if isinstance(config, dict) else None
     sizes = prefill.get("bs") if isinstance(prefill, dict) else None
     if not isinstance(sizes, list) or not prefill or prefill.get("backend") in (None, "disabled"):
@@ -446,7 +448,8 @@ def _defers_release(data: dict[str, Any], numbers: tuple[int, ...], sbs: SbsBloc
 
 
 def _kv_events_block(value: object, dp_size: int, warnings: list[str]) -> KvEventsBlock | None:
-    """Parse SGLang's ``describe_kv_events_publisher``; add a warning if it cannot be used."""
+    """Parse SGLang's ``describe_kv_events_publisher``. Return ``None`` if no KV events are
+    published, or if they cannot be used, which is added to ``warnings``."""
     if not isinstance(value, dict) or value.get("publisher") != "zmq":
         return None
     port, replay_port = _count(value.get("endpoint_port_base")), value.get(_REPLAY_PORT)

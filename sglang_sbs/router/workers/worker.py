@@ -44,9 +44,9 @@ class WorkerFacts(msgspec.Struct, kw_only=True, omit_defaults=True):
     role: InstanceRole
     id: str
     configured_bootstrap_port: int | None = field(default=None, name="bootstrap_port")
-    """``None``: the port reported by the engine."""
+    """Bootstrap port set for this worker; ``None``: use the port that the engine reports."""
     info: WorkerInfo | None = None
-    """``None``: not read yet."""
+    """Facts from its ``/server_info``; ``None``: not read yet."""
     healthy: bool = False
     draining: bool = False
     """The worker gets no new requests; those running continue."""
@@ -65,35 +65,35 @@ class WorkerFacts(msgspec.Struct, kw_only=True, omit_defaults=True):
     rank_is_a_hint: bool = False
     """The engine chooses DP ranks itself, so no rank is sent (``served_ranks``); prefill only."""
     spelled: int = 0
-    """Number of the current spelling of its host (``host_spelling``)."""
+    """Number of the current spelling of its host (``host_spelling``); 0: as given."""
 
 
 class Worker(WorkerFacts, kw_only=True, eq=False):
-    """A worker in the process that probes it or receives its reports."""
+    """A worker, with the state that each process of the router keeps about it for itself."""
 
     breaker: Breaker
     id: str = field(default_factory=lambda: str(uuid.uuid4()))
     announced: bool = False
     """The last event sent to the scheduler was ``InstanceUp``."""
     resting: bool = False
-    """The last event sent to the scheduler reported it as drained and working."""
+    """The last event sent to the scheduler was ``InstanceDown`` with ``drained``."""
     active: int = 0
     """Legs in flight from this process."""
     parked: int = 0
     """Cancelled requests that this process keeps until no KV can arrive (``relay/parking.py``)."""
     active_everywhere: int | None = None
-    """Legs in flight from all front ends, if another process counts them."""
+    """Legs in flight from all front ends, as counted by another process; ``None``: none counts."""
     successes: int = 0
     boot: BootIdentity = field(default_factory=BootIdentity)
     barrier_changed_s: float = float("-inf")
     gates_at_fault: dict[int, str] = field(default_factory=dict)
-    """Faults of batch gates by DP rank."""
+    """Reported fault of the batch gate by DP rank (keys of ``diagnosis.GATE_FAULTS``)."""
     stalled: dict[int, StalledWork] = field(default_factory=dict)
     """Detects work that waits at a DP rank while no pass takes it; prefill only."""
     served: ServedRanks = field(default_factory=ServedRanks)
     """Compares the DP ranks of its recent requests with the named ones; prefill only."""
     called: dict[str, str] = field(default_factory=dict)
-    """Boot seen by this router for each spelling of its host (``host_spelling``)."""
+    """Boot id that this router has seen under each spelling of the host (``host_spelling``)."""
     kv_events_missing: bool = False
     """It publishes KV events, but they do not arrive."""
     kv_endpoints: dict[int, KvEndpoints] = field(default_factory=dict)
@@ -107,14 +107,14 @@ class Worker(WorkerFacts, kw_only=True, eq=False):
     probe_path: str = ""
     """Path of the last successful probe; empty before the first."""
     last_response_s: float = 0.0
-    """Time of the last response to a probe or poll, or of the last request for one."""
+    """Monotonic time of the last response to a probe or poll, or of a probe after silence."""
     last_report_s: dict[int, float] = field(default_factory=dict)
     reports: dict[int, int] = field(default_factory=dict)
     engine_holds: dict[int, int] = field(default_factory=dict)
     """Requests on each reporting DP rank, as counted by the engine."""
 
     def __repr__(self) -> str:
-        """Show no labels or texts of problems, which others write."""
+        """Show no labels or texts of problems, which may contain text from outside."""
         flags = ("healthy", "draining", "announced", "resting")
         state = [name for name in flags if getattr(self, name)] or ["not healthy"]
         state += [f"breaker {self.breaker.state}"] * (self.breaker.state != "closed")
@@ -123,7 +123,7 @@ class Worker(WorkerFacts, kw_only=True, eq=False):
 
     @property
     def bootstrap_host(self) -> str:
-        """Host sent to decode, in its current spelling (``host_spelling``)."""
+        """Host at which decode contacts this prefill worker, as currently spelled (``spelled``)."""
         return host_for_decode(self.url, self.spelled)
 
     @property
@@ -182,7 +182,8 @@ class Worker(WorkerFacts, kw_only=True, eq=False):
             self.problems.pop(kind, None)
 
     def is_news(self, kind: str, text: str, now_s: float) -> bool:
-        """Return whether a text about the worker should be logged now, and count it if so."""
+        """Return whether a text about the worker should be logged now, at most once per
+        ``LOG_AGAIN_S``; if so, store the time."""
         if now_s - self.logged_s.get((kind, text), -math.inf) < LOG_AGAIN_S:
             return False
         if len(self.logged_s) >= MAX_REMEMBERED:
@@ -192,7 +193,7 @@ class Worker(WorkerFacts, kw_only=True, eq=False):
 
     @property
     def load(self) -> int:
-        """Known legs in flight there."""
+        """Legs in flight there, from all front ends if known, otherwise from this process."""
         return self.active if self.active_everywhere is None else self.active_everywhere
 
     @property
@@ -209,7 +210,7 @@ class Worker(WorkerFacts, kw_only=True, eq=False):
         return now_s - max(self.last_report_s.values()) if self.last_report_s else None
 
     def engine_requests(self, now_s: float) -> int | None:
-        """Requests there by the engine's own count; ``None`` unless every DP rank reports."""
+        """Return the engine's own count of its requests; ``None`` unless every DP rank reports."""
         if self.info is None:
             return None  # the number of ranks is unknown
         last_s = self.last_report_s
@@ -231,7 +232,7 @@ def _ignore(_worker: Worker) -> None: ...
 
 @dataclass(frozen=True, slots=True)
 class WorkerEvents:
-    """Callbacks of the registry."""
+    """Callbacks by which the registry reports changes of workers."""
 
     emit: Callable[[Event], None] = lambda event: None
     """Receives ``InstanceUp`` and ``InstanceDown`` for the scheduler."""
@@ -254,7 +255,7 @@ class AttemptWorkers(msgspec.Struct, frozen=True):
 
     @property
     def prefill_origin(self) -> str:
-        """URL for the leg: the worker's, or that of its DP rank."""
+        """URL to send the prefill request to: the worker's, or its DP rank's own."""
         return self.prefill.url_of(self.prefill_rank)
 
     @property
