@@ -1,1 +1,1 @@
-"""The policies: which requests leave now, for which instance and which DP ranks."""
+"""The policies, which decide which requests leave now, for which instance and DP ranks."""

@@ -1,5 +1,5 @@
-"""Emulates the rules of gateways, which use neither KV events nor numbers of waiting tokens. None
-of their code is used."""
+"""Emulates the routing rules of gateways, which use neither KV events nor counts of waiting tokens.
+Contains none of the gateways' code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ CACHE_THRESHOLD = 0.3
 BALANCE_ABS_THRESHOLD = 64
 BALANCE_REL_THRESHOLD = 1.5
 MAX_TREE_TOKENS = 2**26 // 4
-"""Defaults of sglang-router 0.3.2; its tree has 2**26 characters, here taken as four per token."""
+"""Tree size per instance. The four constants are defaults of sglang-router 0.3.2; its tree holds
+2**26 characters, here counted as four per token."""
 
 
 class CacheAware(RandomRank):
@@ -41,7 +42,8 @@ class CacheAware(RandomRank):
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self._trees: dict[InstanceId, OrderedDict[int, None]] = defaultdict(OrderedDict)
-        """Blocks sent there, least recently used first; a name stands for all before it."""
+        """Names of blocks sent to each instance, least recently used first. A block's name covers
+        all blocks before it."""
 
     def worker_of(self, request: Request, workers: Sequence[Worker], now_s: float) -> Worker:
         worker = self._choose(request, workers)
@@ -76,9 +78,9 @@ def _matched_tokens(tree: OrderedDict[int, None], request: Request) -> int:
 
 
 class SessionAffinity(ImmediatePolicy):
-    """Maps each conversation to an instance by rendezvous hashing, and to one of its DP ranks by
-    hash. When an instance is added or removed, only the sessions that it gets or had move. A
-    request without a session is a session of its own."""
+    """Policy ``session``: maps each conversation to a worker by rendezvous hashing, and to one of
+    its DP ranks by hash. When a worker is added or removed, only the sessions that it gets or had
+    move. A request without a session is a session of its own."""
 
     def worker_of(self, request: Request, workers: Sequence[Worker], now_s: float) -> Worker:
         key = request.session or request.rid

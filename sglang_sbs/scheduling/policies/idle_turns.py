@@ -1,10 +1,10 @@
 """Chooses which of several idle instances gets the next request. Must not know what is cached
 there.
 
-Equal instances never have exactly equal predictions, because each one's are fitted to its own
-passes. An instance without requests gets no passes, so its prediction stays as it is. Without turns
-all requests of a quiet cluster would go to one instance: the first one, or the one with the most
-optimistic prediction.
+Equal instances never have exactly equal predictions, because each forward model is fitted to its
+instance's own passes, and does not change while the instance gets no requests. Without turns, all
+requests of a quiet cluster would go to one instance: the first, or the one with the most optimistic
+prediction.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 
 
 def pass_with_s(instance: PrefillInstance, tokens: int) -> float:
-    """Predicted length of the next pass with a request of this many uncached tokens, spread evenly
-    over the DP ranks, seconds."""
+    """Return the predicted seconds of the instance's next pass if its backlog and a request of this
+    many uncached tokens were spread evenly over its DP ranks."""
     # Evenly, though the request is on one rank: with the length that its rank gives the pass,
     # tokens behind a fuller rank cost nothing, and ``eta`` fills one instance after the other.
     formula, all_tokens = instance.model.formula, instance.ranks.backlog_tokens + tokens
@@ -26,10 +26,9 @@ def pass_with_s(instance: PrefillInstance, tokens: int) -> float:
 
 
 def whose_turn(idle: Sequence[PrefillInstance], tokens: int, session: str = "") -> PrefillInstance:
-    """Return the idle instance with the oldest last dispatch. Only instances predicted to finish
-    the request as early as the best one, within the error of their models, take part. A
-    conversation (``session``) gets the same instance each time. ``tokens``: uncached tokens of the
-    request."""
+    """Return the idle instance whose last dispatch is longest ago, among those predicted to finish
+    a request of ``tokens`` uncached tokens as early as the best one, within the error of their
+    models. With a ``session`` (conversation) the choice is by hash, the same each time."""
     passes = [-(-tokens // instance.chunk_tokens) for instance in idle]
     finish_s = [n * pass_with_s(instance, tokens) for n, instance in zip(passes, idle, strict=True)]
     best = min(range(len(idle)), key=finish_s.__getitem__)

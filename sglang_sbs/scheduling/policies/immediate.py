@@ -1,5 +1,5 @@
-"""The policies that place a request the moment it arrives: the baselines of gateways and SGLang,
-and the strongest immediate one. Must not know the queue's bookkeeping or decode."""
+"""The immediate policies, which place a request the moment it arrives: baselines as in gateways and
+SGLang, and ``eta``, the strongest. Must not know how the queue works, or decode."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from sglang_sbs.scheduling.queue.request import RequestQueue
 from sglang_sbs.scheduling.request import Request
 
 Place = tuple[PrefillInstance, int]
-"""A DP rank."""
+"""A DP rank: its instance, and its number there."""
 Worker = list[PrefillInstance]
-"""One of the workers that a gateway chooses from: an instance, or without a barrier the instances
-of its ranks."""
+"""A worker of a gateway: one instance, or with unsynchronized DP ranks one per rank."""
 
 
 def workers_of(instances: Instances) -> list[Worker]:
@@ -36,24 +35,24 @@ def ranks_of(worker: Worker) -> int:
 
 
 def rank_of(worker: Worker, number: int) -> Place:
-    """The place of a DP rank by its number in the worker."""
+    """Return instance and rank there of a DP rank, by its number in the worker."""
     return (worker[0], number) if len(worker) == 1 else (worker[number], 0)
 
 
 def requests_of(worker: Worker) -> int:
-    """Unfinished requests of a worker."""
+    """Return the number of requests dispatched to a worker and not yet prefilled."""
     return sum([len(rank.requests) for instance in worker for rank in instance.ranks])
 
 
 def requests_at(worker: Worker, number: int) -> int:
-    """Unfinished requests of a DP rank of a worker."""
+    """Return the number of requests dispatched to a worker's DP rank and not yet prefilled."""
     instance, rank = rank_of(worker, number)
     return len(instance.ranks[rank].requests)
 
 
 class ImmediatePolicy(PrefillPolicy):
-    """Places every request when it arrives. Subclasses choose the worker (unless overridden, each
-    in turn) and the DP rank in it, or both at once."""
+    """Base of policies that place every request when it arrives. Subclasses override
+    :meth:`rank_in` and :meth:`worker_of` (by default workers take turns), or :meth:`choose`."""
 
     holds = False
 
@@ -70,7 +69,7 @@ class ImmediatePolicy(PrefillPolicy):
         return Plan([Placement(request, instance, rank)], reason="immediate")
 
     def choose(self, request: Request, instances: Instances, now_s: float) -> Place:
-        """The instance and DP rank of the next request."""
+        """Return the instance, one of ``instances``, and the DP rank for a request."""
         worker = self.worker_of(request, workers_of(instances), now_s)
         return rank_of(worker, self.rank_in(worker, request))
 
@@ -78,12 +77,13 @@ class ImmediatePolicy(PrefillPolicy):
         return workers[next(self._turns) % len(workers)]
 
     def rank_in(self, worker: Worker, request: Request) -> int:
-        """Return the number of a DP rank in the worker, as :func:`rank_of` takes it."""
+        """Return the DP rank for a request, numbered over the whole worker as in
+        :func:`rank_of`."""
         raise NotImplementedError
 
 
 class RoundRobin(ImmediatePolicy):
-    """Instances in turn; within an instance, DP ranks in turn."""
+    """Policy ``round_robin``: instances take turns, and so do the DP ranks of each instance."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,8 +97,8 @@ class RoundRobin(ImmediatePolicy):
 
 
 class RandomRank(ImmediatePolicy):
-    """Instances in turn and a random DP rank, as with the gateway's `round_robin`: the engine then
-    takes the bootstrap room modulo the DP size."""
+    """Policy ``random_rank``: instances take turns, and the DP rank is random. That is the
+    gateway's ``round_robin``, with which the engine takes the bootstrap room modulo the DP size."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -109,14 +109,15 @@ class RandomRank(ImmediatePolicy):
 
 
 class Random(RandomRank):
-    """A random instance and a random DP rank, as with the gateway's `random`."""
+    """Policy ``random``: a random instance and DP rank, as with the gateway's ``random``."""
 
     def worker_of(self, request: Request, workers: Sequence[Worker], now_s: float) -> Worker:
         return self._random.choice(workers)
 
 
 class LeastRequests(ImmediatePolicy):
-    """The instance with the fewest unfinished requests, then its DP rank with the fewest."""
+    """Policy ``least_requests``: the worker with the fewest requests not yet prefilled, and its DP
+    rank with the fewest."""
 
     def worker_of(self, request: Request, workers: Sequence[Worker], now_s: float) -> Worker:
         return min(workers, key=requests_of)
@@ -126,7 +127,8 @@ class LeastRequests(ImmediatePolicy):
 
 
 class LeastTokens(ImmediatePolicy):
-    """The DP rank with the fewest unfinished prompt tokens, over all instances."""
+    """Policy ``least_tokens``: of all instances' DP ranks, the one with the fewest uncached prompt
+    tokens dispatched and not yet prefilled."""
 
     def choose(self, request: Request, instances: Instances, now_s: float) -> Place:
         return min(
@@ -136,19 +138,19 @@ class LeastTokens(ImmediatePolicy):
 
 
 class PowerOfTwo(RandomRank):
-    """The one of two random instances with fewer unfinished requests, and a random DP rank, as with
-    the gateway's `power_of_two`."""
+    """Policy ``power_of_two``: of two random workers the one with fewer requests not yet prefilled,
+    and a random DP rank, as with the gateway's ``power_of_two``."""
 
     def worker_of(self, request: Request, workers: Sequence[Worker], now_s: float) -> Worker:
         return min(self._random.sample(workers, min(2, len(workers))), key=requests_of)
 
 
 class Eta(ImmediatePolicy):
-    """The DP rank with the earliest predicted finish, from predicted ends of passes and the loads
-    of ranks: the strongest policy that never waits."""
+    """Policy ``eta``: the DP rank with the earliest predicted finish of the request, from the
+    predicted ends of passes and the ranks' backlogs. The strongest policy that never waits."""
 
     def __init__(self, interval: IntervalController, *, knows_caches: bool = False) -> None:
-        """``knows_caches``: whether prompt tokens in a rank's prefix cache are subtracted."""
+        """``knows_caches``: subtract prompt tokens that are in a rank's prefix cache."""
         super().__init__()
         self._interval = interval
         self._knows_caches = knows_caches
@@ -166,7 +168,8 @@ class Eta(ImmediatePolicy):
     def _best_rank(
         self, request: Request, instance: PrefillInstance, now_s: float
     ) -> tuple[float, int, int]:
-        """Predicted finish on the best DP rank, the tokens until then, and the rank's number."""
+        """Return the predicted finish on the best DP rank in seconds from now, the tokens ahead of
+        the request plus its own, and the rank."""
         latency_s = self._interval.lone_s
         free_s = max(0.0, instance.free_at_s(now_s, latency_s) - now_s)
         pass_s = pass_with_s(instance, request.prompt_tokens)

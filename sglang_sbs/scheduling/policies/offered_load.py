@@ -1,5 +1,6 @@
-"""Measures the rate at which uncached tokens arrive, and the share of all instances' time that they
-take. Must not know which requests wait."""
+"""Measures the rate at which uncached tokens arrive, and the load: the share of all instances' time
+that their computation takes, without the fixed time of passes. Must not know which requests wait.
+"""
 
 from __future__ import annotations
 
@@ -11,34 +12,35 @@ from sglang_sbs.scheduling.prefill.instance import Instances, PrefillInstance
 
 
 class OfferedLoad:
-    """Rates and load of uncached tokens."""
+    """Arrival rates, load, and capacity of the prefill instances, in uncached tokens. Most figures
+    are as of the last :meth:`measure`."""
 
     def __init__(self) -> None:
         self.token_rate = self.request_rate = 0.0
-        """Per second, smoothed."""
+        """Smoothed arrivals per second: requests, and in ``token_rate`` uncached tokens."""
         self._rate_s: float | None = None
         self._window_s = TUNING.least_window_s
         self.mean_tokens = 1.0
-        """Mean length of a request."""
+        """Mean uncached tokens of a request, at least 1."""
         self.capacity_tokens = 0.0
-        """Tokens of one pass of each instance, summed."""
+        """Most tokens of one pass of every instance, summed."""
         self.load = 0.0
-        """Share of the time that goes into tokens, below 1."""
+        """Arriving tokens per second as a share of ``_tokens_per_s``; at most
+        ``Tuning.most_load``."""
         self._is_limited = False
-        """Whether the passes of some instance have a limit of requests."""
+        """Whether the passes of any instance have a request limit."""
         self.pass_s = 0.0
         """Steady-state pass time: the length of a pass that computes exactly what arrived during
         the previous one."""
         self._number_of: dict[PrefillInstance, int] = {}
         self._learned: set[PrefillInstance] = set()
-        """Instances with a changed forward model; their speed is computed anew at the next
-        :meth:`measure`."""
+        """Instances with a changed forward model, whose speed :meth:`measure` must recompute."""
         self._speeds: list[float] = []
-        """Tokens per second of each instance."""
+        """Tokens per second of each instance, without the fixed time of passes."""
         self._pass_times_s: list[tuple[float, float]] = []
-        """Lengths of an empty pass and of a full one, of each instance, seconds."""
+        """Lengths in seconds of an empty and of a full pass of each instance."""
         self._tokens_per_s = 0.0
-        """Tokens per second of all instances."""
+        """Sum of ``_speeds``."""
 
     def on_arrived(self, tokens: int, now_s: float) -> None:
         self._decay(now_s)
@@ -58,7 +60,7 @@ class OfferedLoad:
             self._learned.add(instance)
 
     def measure(self, instances: Instances, now_s: float) -> None:
-        """Bring all figures up to date. Call this before each decision."""
+        """Update all figures to ``now_s``. Call this before each decision."""
         self._decay(now_s)
         self.mean_tokens = max(1.0, self.token_rate / max(TUNING.epsilon_s, self.request_rate))
         if self._is_limited:
@@ -83,21 +85,21 @@ class OfferedLoad:
         self._tokens_per_s = sum(self._speeds)
 
     def capacity_of(self, instance: PrefillInstance) -> float:
-        """Tokens of a pass of one instance with requests of the mean length."""
+        """Return the most tokens of one pass of an instance, with requests of the mean length."""
         if self._is_limited:
             return instance.ranks.capacity_of(self.mean_tokens)
         return instance.capacity_tokens
 
     def load_with(self, waiting_tokens: int) -> float:
-        """Return the load including tokens that wait, below 1. They use as large a share of the
-        remaining time as they fill of the next passes."""
+        """Return the load including tokens that wait, at most ``Tuning.most_load``. Waiting tokens
+        that fill a share x of all instances' next passes use a share x of the unused capacity."""
         waiting = min(1.0, waiting_tokens / max(1.0, self.capacity_tokens))
         return min(TUNING.most_load, self.load + waiting * (1 - self.load))
 
     def leaving_s(self, waiting: int, serial_s: float) -> float:
-        """Return the dispatch latency of a batch of all ``waiting`` requests beyond that of a
-        single one. The batch includes requests that arrive while it is sent, up to one full pass.
-        ``serial_s``: dispatch latency that each further request adds."""
+        """Return how much longer, in seconds, the dispatch of a batch of all ``waiting`` requests
+        takes than that of one request. The batch includes requests that arrive while it is sent, up
+        to one full pass. ``serial_s``: dispatch latency that each further request adds."""
         coming = min(TUNING.most_load, self.request_rate * serial_s)
         most = self.capacity_tokens / len(self._pass_times_s) / self.mean_tokens
         return serial_s * max(0.0, min(waiting / (1 - coming), most) - 1)

@@ -1,9 +1,9 @@
 """The paper's dual trigger, literally: I_opt has elapsed and the next target instance has sent
 EndForward.
 
-``--sbs-trigger paper`` (Figure 5, section 4.1 and Algorithm 2 of arXiv 2512.16134), for comparison:
-at EndForward, in strict rotation, with Algorithm 2's overshoot, which cost throughput on a real
-engine."""
+``--sbs-trigger paper`` (Figure 5, section 4.1 and Algorithm 2 of arXiv 2512.16134), for comparison.
+Batches leave at EndForward, for instances in strict rotation, with Algorithm 2's overshoot, which
+cost throughput on a real engine."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from sglang_sbs.scheduling.request import Request
 _EPSILON_S = 1e-9
 
 PrefixHit = Callable[[Request, int], int]
-"""L_hit(r, d): tokens of the prompt the rank's cache already holds."""
+"""L_hit(r, d): function that returns how many tokens of a request's prompt a rank has cached."""
 
 
 def no_hit(_request: Request, _rank: int) -> int:
-    """Basic mode of PBAA: no rank has any of the prompt cached."""
+    """Return 0: in PBAA's basic mode no rank has any of the prompt cached."""
     return 0
 
 
@@ -77,7 +77,8 @@ def pbaa(
 
 
 class PaperTrigger(PrefillPolicy):
-    """Round robin over instances, one batch per interval, PBAA over the target's DP ranks."""
+    """Policy ``sbs`` with ``--sbs-trigger paper``: instances in turn, one batch per interval I_opt,
+    placed on the target's DP ranks by :func:`pbaa`."""
 
     holds = True
     literal_interval = True

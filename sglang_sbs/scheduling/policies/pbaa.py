@@ -14,12 +14,12 @@ from sglang_sbs.scheduling.policies.tuning import TUNING
 from sglang_sbs.scheduling.request import Request, uncached_tokens_of
 
 RankOf = Callable[[Request, Sequence[int]], int | None]
-"""The rank for a request of which the instance has a part cached, given the capacities left; None
-if the request should wait."""
+"""Function that chooses the rank of a request with cached tokens on the instance, from the capacity
+left per rank; it returns None if the request should wait."""
 
 
 class Allocation(NamedTuple):
-    """M and Q_next of Algorithm 2."""
+    """M and Q_next of Algorithm 2: requests with their DP ranks, and requests that stay."""
 
     placed: list[tuple[Request, int]]
     left: list[Request]
@@ -35,7 +35,7 @@ class Room:
         self._tokens = list(c_avail)
         self._places = list(places)
         self.free = list(c_avail)
-        """Tokens for one more request."""
+        """Tokens left per rank for one more request; at most 0 where no more requests may join."""
         for rank in range(len(c_avail)):
             self._limit(rank)
 
@@ -50,42 +50,43 @@ class Room:
 
 
 class Target(NamedTuple):
-    """The ranks that a batch is placed on."""
+    """The DP ranks of the instance that a batch is placed on, and their room in the next pass."""
 
     instance: InstanceId
     c_avail: Sequence[int]
-    """C_avail per rank, charged tokens."""
+    """Room per rank (C_avail), in charged tokens."""
     places: Sequence[float]
     """Number of requests that each rank still takes; infinite without a limit."""
     chunk_tokens: int
-    """C_chunk."""
+    """Chunk of each rank (C_chunk), in tokens."""
     page: int
     """Tokens per page. A request is charged whole pages, as C_avail and C_chunk are."""
     ranks: Sequence[int]
-    """The order in which equally empty ranks are taken."""
+    """All ranks, in the order in which equally empty ones are preferred."""
 
     def need(self, request: Request, rank: int) -> int:
-        """Tokens that a request is charged on a rank."""
+        """Return the tokens that a request is charged on a rank: uncached ones in whole pages."""
         hit_tokens = request.hit_tokens(self.instance, rank)
         return paged(request.prompt_tokens - hit_tokens, self.page)
 
 
 def place_fitting(requests: Iterable[Request], to: Target, rank_of: RankOf) -> Allocation:
-    """Place the longest first on the emptiest rank, but only where the whole request fits.
+    """Place the longest request first on the emptiest rank, but only where all of it fits.
 
     A prompt longer than a chunk is cut anyway, so it goes where it takes no more passes than it has
-    chunks. This removes the overshoot of Algorithm 2 (its leftovers cost the next batch a pass).
-    The requests are placed anew, which packs less well, in two cases:
+    chunks. This removes the overshoot of Algorithm 2, whose leftovers cost the next batch a pass.
+    The requests are placed again in another order, which packs less well, in two cases:
 
     - A request is left out and one of lower priority is placed.
     - A request is left out that was left out of several batches before.
 
-    Then the requests left out of several batches go first, and the others by priority.
+    The second time, requests left out of ``Tuning.left_out_batches`` go first, and the others by
+    priority.
 
     Args:
         requests: in any order. The longest is the one with most uncached tokens.
         to: the ranks of the instance.
-        rank_of: chooses the rank of a request that has hits.
+        rank_of: chooses the rank of a request with cached tokens on the instance.
     """
     order = sorted(requests, key=lambda r: -r.uncached_tokens)
     allocation = _place(order, to, rank_of)
@@ -101,7 +102,7 @@ def _is_left_out(request: Request) -> bool:
 
 
 def _place(requests: Iterable[Request], to: Target, rank_of: RankOf) -> Allocation:
-    """Place requests in the order given."""
+    """Place requests in the order given, each where it fits whole."""
     room = Room(to.c_avail, to.places)
     placed: list[tuple[Request, int]] = []
     left: list[Request] = []
@@ -124,21 +125,21 @@ def _rank_for(request: Request, free: Sequence[int], to: Target, rank_of: RankOf
 
 
 def first_part(tokens: int, chunk_tokens: int) -> int:
-    """Return the tokens that must fit into this pass so that a prompt takes no additional one. That
-    is the whole prompt or, for a prompt of several chunks, the part that does not fill a chunk."""
+    """Return the tokens of a prompt that must fit into this pass so that the prompt takes no extra
+    pass: all of it or, for a prompt of several chunks, the part that does not fill a chunk."""
     return (tokens - 1) % chunk_tokens + 1
 
 
 def _best_hole(request: Request, free: Sequence[int], to: Target) -> int:
-    """Return the rank where most of a prompt would be computed or cached after this pass."""
+    """Return the rank with the most free tokens and cached tokens of the prompt together."""
     return max(range(len(free)), key=lambda d: free[d] + request.hit_tokens(to.instance, d))
 
 
 def top_up(allocation: Allocation, to: Target, keep_tokens: float) -> Allocation:
-    """Fill the room that :func:`place_fitting` left free: split the leftovers over two passes,
-    those of low priority and the oldest first. A split costs room in the next pass. So prompts are
-    split only while more than ``keep_tokens`` uncached tokens are left over, and only to fill a
-    hole of more than ``Tuning.least_hole_share`` of a chunk."""
+    """Fill the room that :func:`place_fitting` left free with parts of the requests left over:
+    those of low priority and the oldest first. A split prompt takes room in the next pass as well.
+    So prompts are split only while more than ``keep_tokens`` uncached tokens are left over, and
+    only to fill a hole of more than ``Tuning.least_hole_share`` of a chunk."""
     remaining = uncached_tokens_of(allocation.left)
     if remaining <= keep_tokens:
         return allocation

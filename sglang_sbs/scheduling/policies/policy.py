@@ -1,5 +1,5 @@
-"""The interface of prefill policies: :class:`PrefillPolicy` and :class:`Plan`. Must not know the
-queue's bookkeeping, decode, or how instances keep their state true."""
+"""The interface of prefill policies: :class:`PrefillPolicy` and :class:`Plan`. Must not know how
+the queue works, decode, or how the state of instances is kept."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from sglang_sbs.scheduling.reasons import Opening, Term
 from sglang_sbs.scheduling.request import Request
 
 Admissible = Callable[[Request], bool]
-"""Whether some decode rank has room for the request now."""
+"""Function that returns whether any decode rank has room for a request now."""
 
 
 class Placement(NamedTuple):
-    """One request on one prefill DP rank."""
+    """Assignment of one request to a prefill instance and DP rank."""
 
     request: Request
     instance: PrefillInstance
@@ -33,17 +33,19 @@ class Placement(NamedTuple):
 
 @dataclass(slots=True)
 class Plan:
-    """The requests to dispatch now, and the time to plan again if no event comes before."""
+    """Result of one decision: the requests to dispatch now, and ``wake_s``, the time to plan again
+    if no event comes before (infinity: only then)."""
 
     placements: list[Placement] = field(default_factory=list)
     reason: str = ""
     wake_s: float = math.inf
     passed_over: list[Request] = field(default_factory=list)
-    """Requests that took part in this cycle and were not allocated: Q_next of Algorithm 2."""
+    """Requests that took part in this decision and were not placed: Q_next of Algorithm 2."""
     spends: PrefillInstance | None = None
-    """Its EndForward is spent on this plan, whether or not it gets a request."""
+    """Instance whose readiness this plan uses up, even if it gets no request: it must send another
+    EndForward first. None: no instance."""
     batch: BatchRecord | None = None
-    """State of the cluster at the decision, for explanations."""
+    """Record of the decision for explanations; None if none was made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,43 +53,44 @@ class PolicyContext:
     """Arguments for the creation of a policy, which may keep all of them."""
 
     config: SchedulerConfig
-    """Flags. Draws at random are seeded with ``config.seed``, so that runs can be repeated."""
+    """Scheduler flags. Seed random choices with ``config.seed``, so that runs can be repeated."""
     interval: IntervalController
-    """Learned times: mean forward time and L_net."""
+    """Learned times: mean forward time and dispatch latency (L_net)."""
     offered: OfferedLoad
-    """The arrival rate."""
+    """Arrival rate and load."""
 
 
 class PrefillPolicy(ABC):
-    """Decides which waiting requests leave now, for which instance and DP rank. Unless overridden,
-    the queue is first come first served and events are ignored."""
+    """Base of policies, which decide which waiting requests leave now, for which instance and DP
+    rank. By default the queue is first come first served, and the ``on_`` methods do nothing."""
 
     holds: bool
-    """Whether requests may wait in the scheduler. If not, decode admission does not hold either."""
+    """Whether requests may wait in the scheduler. If False, not even for decode room."""
     explains = False
     """Whether each plan records its reasons in :attr:`Plan.batch`."""
     fills_the_way = False
-    """Whether it keeps every instance busy if the dispatch latency is a pass or more."""
+    """Whether every instance is kept busy even if the dispatch latency is a pass or more."""
     literal_interval = False
-    """Whether the mean forward time is exactly Algorithm 1's (``IntervalController``)."""
+    """Whether the mean forward time includes outliers, as in Algorithm 1
+    (:attr:`.IntervalController.literal`)."""
     opening = Opening.AT_ONCE
-    """Explanation of when its batches leave, for plans without one of their own."""
+    """Why batches of this policy leave, for the explanation of plans without :attr:`Plan.batch`."""
 
     def key_of(self, request: Request) -> float:
         """Return the request's sort key in the queue, smallest first. Called once, on arrival."""
         return request.arrived_s
 
     def on_topology_change(self, instances: Instances) -> None:  # noqa: B027
-        """``instances``: the prefill instances that are up now."""
+        """Handle a change of the prefill instances that are up; ``instances``: all of them."""
 
     def on_dispatched(self, now_s: float) -> None:  # noqa: B027
-        """A batch of the last plan has left."""
+        """Handle that the batch of the last plan was dispatched."""
 
     def on_landing(self, seen: Observation, ranks: int, now_s: float) -> None:  # noqa: B027
-        """A rank launched. ``ranks``: DP ranks of its instance."""
+        """Learn from the samples of a rank's report. ``ranks``: DP size of its instance."""
 
     def on_forward_learned(self, instance: PrefillInstance) -> None:  # noqa: B027
-        """The forward model of the instance has changed."""
+        """Handle a change of the instance's forward model."""
 
     def explain(self, wanted: bool) -> None:
         """Switch the recording of reasons (:attr:`Plan.batch`) on or off."""
@@ -97,7 +100,8 @@ class PrefillPolicy(ABC):
         """Record what a request that has just arrived and was not placed waits for."""
 
     def explained(self, plan: Plan, instances: int, waiting: int, now_s: float) -> BatchRecord:
-        """Return a record of a plan that has none of its own: the batch's destination only."""
+        """Return the record of a plan without :attr:`Plan.batch`; it describes only the instance of
+        the first placement. ``instances``, ``waiting``: their numbers."""
         instance = plan.placements[0].instance
         # The length of the pass about to be launched is computed only when a reader asks for it.
         waits = instance.launching and not instance.ranks.takes_nothing
@@ -109,5 +113,5 @@ class PrefillPolicy(ABC):
     def plan(
         self, queue: RequestQueue, instances: Instances, admissible: Admissible, now_s: float
     ) -> Plan:
-        """Decide once. Called again until it places nothing. ``queue`` and ``instances`` have at
-        least one element each."""
+        """Decide once: return requests to dispatch now, for one batch. The scheduler calls this
+        again until nothing is placed. ``queue`` and ``instances`` are not empty."""

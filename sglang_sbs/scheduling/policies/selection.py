@@ -15,7 +15,7 @@ from sglang_sbs.scheduling.queue.priority import Urgency
 
 
 def _make_sbs(context: PolicyContext) -> PrefillPolicy:
-    """The policy that ``--sbs-trigger`` names."""
+    """Create the variant of ``sbs`` that ``--sbs-trigger`` names: adaptive or paper."""
     config, interval = context.config, context.interval
     if config.trigger == "paper":
         return PaperTrigger(interval)
@@ -46,20 +46,20 @@ for _spec in (SBS, *immediate.SPECS, *gateways.SPECS):
 
 class Policies:
     """The policies of one scheduler, each created on first use. A policy that is switched off keeps
-    all it has learned, so a trial of two policies in turns starts neither of them anew."""
+    what it has learned, so a trial that alternates two policies does not reset them."""
 
     def __init__(self, interval: IntervalController, *, explains: bool) -> None:
         """``explains``: whether policies record the reasons for their decisions."""
         self.offered = OfferedLoad()
-        """The arrival rate; the scheduler must record every arrival in it."""
+        """Arrival rate and load, for all policies. The scheduler must record every arrival."""
         self._interval = interval
         self._explains = explains
         self._made: dict[Policy, tuple[PrefillPolicy, rules.DecodeRuleFunction]] = {}
 
     def choose(self, config: SchedulerConfig) -> tuple[PrefillPolicy, rules.DecodeRuleFunction]:
-        """Return the policy that ``config`` names, and the decode rule that goes with it. Of two
-        configurations only ``policy`` may differ. Raises: PolicyError: the policy does not exist,
-        or cannot be created."""
+        """Return the policy that ``config`` names, and its decode rule. Configurations of different
+        calls may differ only in ``policy``. Raises: PolicyError: the policy does not exist or
+        cannot be created."""
         if config.policy not in self._made:
             spec = require(config.policy)
             policy: PrefillPolicy = spec.make(PolicyContext(config, self._interval, self.offered))

@@ -1,1 +1,1 @@
-"""Estimated state of prefill instances: ranks, passes, and when the next one ends."""
+"""Estimated state of prefill instances: DP ranks, passes, and when the next pass ends."""

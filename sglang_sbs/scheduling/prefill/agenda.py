@@ -1,5 +1,5 @@
 """Schedules the updates of prefill instances (:meth:`.PrefillInstance.advance`): after a change, at
-their due time, and at every event while an instance's time depends on others."""
+an instance's due time, and at every event while its passes are presumed or its launch is due."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 
 
 class Timetable:
-    """Holds at most one time per number, and stays sorted as single times change."""
+    """Sorted list of times, at most one per number (an instance's position), for frequent changes
+    of single times."""
 
     __slots__ = ("_time_of", "ordered")
 
     def __init__(self) -> None:
         self._time_of: dict[int, float] = {}
         self.ordered: list[tuple[float, int]] = []
-        """Time and number, earliest first. Do not change it from outside."""
+        """Pairs of time and number, earliest first. Do not change it from outside."""
 
     def set(self, number: int, time_s: float | None) -> None:
         """Set the time of a number; None removes it."""
@@ -34,7 +35,7 @@ class Timetable:
 
 
 class Agenda:
-    """Keeps the due times of the updates of all known instances, up or down."""
+    """Decides which instances an event must update; covers all known instances, up or down."""
 
     def __init__(self) -> None:
         self._instances: list[PrefillInstance] = []
@@ -42,7 +43,8 @@ class Agenda:
         self._changed: set[PrefillInstance] = set()
         """Instances to update at the next event."""
         self._due = Timetable()
-        """Due times of all others, by number."""
+        """Due times of the instances not in ``_changed``, by position in ``_instances``; an
+        instance without a due time is missing."""
 
     def on_topology_change(self, instances: Iterable[PrefillInstance]) -> None:
         for instance in self._instances:
@@ -55,8 +57,9 @@ class Agenda:
             instance.subscribe(self._changed)
 
     def advance(self, now_s: float, latency_s: float) -> tuple[float, set[PrefillInstance]]:
-        """Update all due instances. Returns the time of the next call even without changes
-        (infinity for never), and the instances that are due again at this moment."""
+        """Update all changed or due instances. Returns when to call it again if nothing changes
+        (infinity: never), and the instances that are due again at this moment. ``latency_s``:
+        L_net."""
         asked = self._changed.copy()
         self._changed.clear()
         for due_s, number in self._due.ordered:

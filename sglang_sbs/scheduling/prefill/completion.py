@@ -1,4 +1,4 @@
-"""The one model of when a prompt will be computed.
+"""The model that predicts when a prompt will be computed.
 
 Length of a pass
     All DP ranks wait for the slowest one (:class:`PassFormula`)::
@@ -32,23 +32,25 @@ from sglang_sbs.scheduling.paging import paged
 _LEAST_PASS_S = 1e-3
 _LEAST_SLOPE_S = 1e-9
 _USUAL_IMBALANCE = 1.1
-"""The heaviest rank of a batch, as a multiple of the mean."""
+"""Assumed tokens of the heaviest rank in a pass, as a multiple of the ranks' mean."""
 
 
 class PassFormula(msgspec.Struct, frozen=True, gc=False):
-    """Coefficients of the length of a pass, see the module's description."""
+    """Length of a pass from its tokens and attention pairs, with learned coefficients:
+    ``fixed_s + mean_s * mean(tokens) + max(token_s * tokens + pair_s * pairs)`` over DP ranks."""
 
     fixed_s: float
     """Time of an empty pass."""
     mean_s: float
-    """Seconds per token of the mean over ranks."""
+    """Seconds per token of the mean over DP ranks."""
     token_s: float
-    """Seconds per token of the slowest rank."""
+    """Seconds per token on the slowest DP rank."""
     pair_s: float
-    """Seconds per attention pair of the slowest rank."""
+    """Seconds per attention pair on the slowest DP rank."""
 
     def rank_s(self, tokens: float, pairs: float = 0.0) -> float:
-        """Return the time that a rank adds to a pass if the others wait for it."""
+        """Return the seconds that a rank with these tokens and attention pairs adds to a pass if
+        the others wait for it."""
         return self.token_s * tokens + self.pair_s * pairs
 
     def pass_s(self, mean_tokens: float, slowest_s: float) -> float:
@@ -58,7 +60,8 @@ class PassFormula(msgspec.Struct, frozen=True, gc=False):
         return length_s if length_s > _LEAST_PASS_S else _LEAST_PASS_S
 
     def of_ranks_s(self, tokens: Sequence[float], pairs: Sequence[float] = ()) -> float:
-        """Return the same from the tokens and attention pairs of each rank; no pairs: none."""
+        """Return the length of a pass from the tokens and attention pairs of each rank, in
+        seconds; empty ``pairs`` count as 0."""
         per_token, per_pair = self.token_s, self.pair_s
         slowest_s = per_token * max(tokens)
         if pairs:
@@ -67,33 +70,34 @@ class PassFormula(msgspec.Struct, frozen=True, gc=False):
         return self.pass_s(sum(tokens) / len(tokens), slowest_s)
 
     def balanced_s(self, tokens: float) -> float:
-        """Return the length of a pass with this many tokens on every rank."""
+        """Return the length of a pass with this many tokens on every rank, without attention."""
         return self.pass_s(tokens, self.rank_s(tokens))
 
     def spread_s(self, tokens: float, ranks: int, chunk_tokens: int) -> float:
-        """Return the length of a pass with these tokens spread evenly over the ranks, at most a
-        chunk each."""
+        """Return the length of a pass with ``tokens`` in all spread evenly over ``ranks``, at most
+        a chunk each."""
         return self.balanced_s(min(chunk_tokens, tokens / ranks))
 
     def slope_s(self) -> float:
-        """Return the time per mean token of a pass that is as uneven as usual."""
+        """Return the seconds that one more token on every rank adds to a pass, if the heaviest rank
+        has as much more than the mean as usual."""
         return max(_LEAST_SLOPE_S, self.token_s * _USUAL_IMBALANCE + self.mean_s)
 
 
 def attention_pairs(tokens: int, context: int) -> float:
-    """Return the query-key pairs of computing the next tokens of a prompt, of which ``context``
-    are computed or cached. Few for short prompts, and half of the time for the last chunk of a long
-    one."""
+    """Return the number of query-key pairs when the next ``tokens`` of a prompt are computed, with
+    ``context`` tokens before them computed or cached. Pairs matter little for short prompts, and
+    cost half of the time for the last chunk of a long one."""
     return tokens * (context + tokens / 2)
 
 
 @dataclass(slots=True, eq=False)
 class RankPrompt:
-    """Progress of a prompt that one rank computes, chunk by chunk."""
+    """Progress of a prompt that a rank computes chunk by chunk."""
 
     rid: str
     left_tokens: int
-    """Tokens to compute."""
+    """Tokens still to compute."""
     context_tokens: int = 0
     """Tokens that are computed or cached."""
 
@@ -107,7 +111,7 @@ AnyPrompt = TypeVar("AnyPrompt", bound=RankPrompt)
 
 
 class Chunk:
-    """The contents of a pass on one rank."""
+    """The prompts that one rank computes in a pass: room left, tokens and attention pairs."""
 
     __slots__ = ("_page", "_places", "pairs", "requests", "room", "tokens")
 
@@ -115,7 +119,7 @@ class Chunk:
         """``room``: size of the chunk in tokens. ``page``: a request is charged whole pages.
         ``most_requests``: limit of requests; 0: none."""
         self.room = room
-        """Tokens that still fit."""
+        """Tokens that still fit, in whole pages per request."""
         self._places = most_requests or room  # each request has at least one token
         self._page = page
         self.requests = 0
@@ -127,12 +131,13 @@ class Chunk:
         return self.room <= 0 or self.requests >= self._places
 
     def takes(self, tokens: int) -> bool:
-        """Return whether anything of a prompt with this many tokens to compute fits."""
+        """Return whether a prompt with this many tokens to compute, or a page of it, fits."""
         return 0 < tokens <= self.room or 0 < self._page <= self.room < tokens
 
     def fill(self, prompts: Iterable[AnyPrompt]) -> list[tuple[AnyPrompt, int]]:
-        """Take prompts in this order until the chunk is full; return the tokens of each that it
-        computes. The last one may be cut, after a whole page. Does not change the prompts."""
+        """Take prompts in this order until the chunk is full; return each taken prompt with the
+        tokens of it that are computed. The last one may be cut, after a whole page. Does not change
+        the prompts."""
         taken: list[tuple[AnyPrompt, int]] = []
         if self.full:
             return taken
@@ -162,7 +167,7 @@ def cut(
     pass, the tokens in it and their attention pairs.
 
     Args:
-        ahead: tokens that the rank computes before it.
+        ahead: tokens that the rank computes before the prompt.
         tokens: tokens to compute.
         context: tokens of the prompt that are computed or cached.
         chunk_tokens: size of the chunk.
@@ -182,11 +187,11 @@ def likely_ranks(
     hits: Sequence[int] | None = None,
     to_fetch: Sequence[int] | None = None,
 ) -> set[int]:
-    """Return the ranks where a request can be done first: the emptiest, and the emptiest of those
-    with most of the prompt at hand.
+    """Return the ranks (one or two) that may complete a request first: the emptiest, and the
+    emptiest of those with the longest cached prefix that needs no loading.
 
     Args:
-        ahead_tokens: tokens ahead of it per rank.
+        ahead_tokens: tokens ahead of the request per rank.
         hits: cached tokens of its prompt per rank; None: nothing is cached.
         to_fetch: part of these that the rank must load from shared storage first.
     """
@@ -202,7 +207,7 @@ def likely_ranks(
 
 
 class NextPass:
-    """The pass of an instance that a new request would be in, and when it would be computed."""
+    """The next pass of an instance, and when a request added to the instance would be computed."""
 
     __slots__ = (
         *("_held", "ahead_tokens", "chunk_tokens", "emptiest", "formula", "length_s", "page"),
@@ -239,30 +244,31 @@ class NextPass:
         """The rank with the fewest tokens ahead."""
 
     def add(self, rank: int, tokens: int) -> None:
-        """Put a request on a rank, ahead of all later ones. It does not change :attr:`length_s`:
-        later requests would seem to cost nothing on the other ranks, and gather there."""
+        """Put a request of ``tokens`` charged tokens on a rank, ahead of all later ones. It leaves
+        :attr:`length_s` as it is: otherwise later requests would seem to cost nothing on the other
+        ranks, and gather there."""
         chunk, before = self.chunk_tokens, self.ahead_tokens[rank]
         self._held += min(chunk, before + tokens) - min(chunk, before)
         self.ahead_tokens[rank] += tokens
         self.emptiest = self.ahead_tokens.index(min(self.ahead_tokens))
 
     def with_s(self, rank: int, tokens: int, context: int = 0) -> float:
-        """Return the length of the pass with a request on this rank, or with the last chunk of
-        it."""
+        """Return the length of the pass, in seconds, with a request of ``tokens`` to compute and
+        ``context`` cached on this rank; of a longer request, with its last chunk."""
         ahead, chunk = self.ahead_tokens[rank], self.chunk_tokens
         own = min(chunk, tokens)
         pairs = attention_pairs(own, context + tokens - own)
         return max(self.length_s, self._length_s(rank, min(chunk, ahead + tokens), pairs))
 
     def done_s(self, rank: int, tokens: int, context: int = 0, ahead: int | None = None) -> float:
-        """Return the time from the start of the pass until a request is computed. That takes passes
-        with whole chunks on its rank, and one with the rest. All attention of the request is added
-        to the last pass, because only the sum matters.
+        """Return the seconds from the start of the pass until a request on this rank is computed:
+        passes with whole chunks on the rank, and one with the rest. All attention of the request is
+        added to the last pass, because only the sum matters.
 
         Args:
             tokens: tokens to compute.
             context: tokens of the prompt that are cached.
-            ahead: charged tokens ahead of it; None: as known.
+            ahead: charged tokens ahead of it; None: those of :attr:`ahead_tokens`.
         """
         if ahead is None:
             ahead = self.ahead_tokens[rank]
@@ -275,8 +281,8 @@ class NextPass:
         return max(self.length_s, full_s) + (whole - 1) * full_s + last_s
 
     def _length_s(self, rank: int, fill: int, pairs: float) -> float:
-        """Return the length of a pass with ``fill`` tokens and ``pairs`` on one rank. The other
-        ranks have the tokens of their next pass."""
+        """Return the length of a pass with ``fill`` tokens and ``pairs`` on one rank, while the
+        other ranks have the tokens of their next pass."""
         mine, chunk = self.ahead_tokens[rank], self.chunk_tokens
         others = self._held - (mine if mine < chunk else chunk)
         formula = self.formula

@@ -15,13 +15,14 @@ _LEAST_SHARE = 0.1
 
 
 class EnginePause:
-    """Learned per instance. Times are seconds on the scheduler's clock."""
+    """The pause of one instance: its usual length and whether one is on. Times are seconds on the
+    scheduler's clock."""
 
     def __init__(self) -> None:
         self.mean_s = 0.005
-        """Smoothed pause."""
+        """Smoothed length of a pause, in seconds."""
         self.learned = 0
-        """Number of samples."""
+        """Number of pauses learned from."""
         self.until_s = -math.inf
         """Predicted end of the present pause; minus infinity without one."""
         self._rested_id = -1
@@ -40,7 +41,7 @@ class EnginePause:
         self.until_s = -math.inf
 
     def rests(self, forward_id: int) -> None:
-        """A rank found nothing to launch after this pass."""
+        """Record that a rank reported, after this pass, that it found nothing to launch."""
         self._rested_id = max(self._rested_id, forward_id)
         self.end()
 
@@ -49,12 +50,12 @@ class EnginePause:
         return self._rested_id >= forward_id
 
     def forget_ids(self) -> None:
-        """The engine restarted, so forward ids start anew."""
+        """Forget the forward id of the last rest, because ids start again, and end the pause."""
         self._rested_id = -1
         self.end()
 
     def observe(self, pause_s: float) -> None:
-        """Learn from a launch ``pause_s`` after the last end that nothing else delayed."""
+        """Learn from a launch ``pause_s`` after the last end that only the engine delayed."""
         self.learned += 1
         share = max(_LEAST_SHARE, 1 / self.learned)
         self.mean_s += share * (pause_s - self.mean_s)

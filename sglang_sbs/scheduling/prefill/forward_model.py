@@ -1,7 +1,7 @@
 """Learns the length of prefill passes (:class:`.PassFormula`) online, from the tokens and attention
 pairs of each DP rank.
 
-Which rank the others wait for follows from the current fit.
+The current fit determines which rank the others wait for in a pass.
 
 Selection of passes
 -------------------
@@ -24,28 +24,28 @@ from sglang_sbs.scheduling.prefill.completion import PassFormula
 _FEATURES = 4
 _PRIOR = (0.5, 0.25, 0.25, 0.0)
 _PRIOR_TRUST = (0.5, 0.1, 0.1, 0.1)
-"""Weight of the prior, in passes."""
+"""Weight of each coefficient's prior (``_PRIOR``), in passes."""
 _FORGET = 0.98
 _WARM_UP = 10
-"""Number of first passes among which outliers are searched."""
+"""Number of first passes that are searched for outliers (kernel compilation, graph capture)."""
 _GROSS = 4.0
-"""One of the first passes is an outlier above this multiple of the time expected from the
-others."""
+"""A first pass is an outlier if it took more than this multiple of the time that a fit to the
+others predicts."""
 _GROSS_FOR_DEFAULT = 10.0
-"""The same for the very first pass, which can only be compared with T_default."""
+"""The very first pass is an outlier above this multiple of what the prior (T_default) predicts."""
 _AGREE = 2.0
-"""Exception: several slow passes are not outliers if one fit predicts every pass within this
+"""Several slow first passes are not outliers if one fit predicts each first pass within this
 factor."""
 _OUTLIER = 4.0
-"""A residual is clipped at this many smoothed absolute errors. The error itself grows by the
-clipped residuals."""
+"""Clip the residual of a later pass at this many smoothed absolute errors."""
 _RELATIVE_ERROR = 0.05
-"""The error counts as at least this share of the prediction when clipping."""
+"""Least error used for clipping residuals, as a share of the predicted time."""
 _LAST = 6
 _LASTING = 5
 _OTHER_SPEED = 1.6
-"""A change of speed: this many of the last passes took more (or less) than this multiple of the
-prediction. With 30 % of jitter that happens to one pass in 17."""
+"""A pass is far off if it took more than this multiple of the predicted time, or less than the
+inverse; with 30 % of jitter one pass in 17 is. The engine's speed has changed if ``_LASTING`` of
+the last ``_LAST`` passes are, all on one side."""
 _ERROR_STEP = 0.1
 
 _Features = tuple[float, float, float, float]
@@ -58,8 +58,9 @@ class _Observed(NamedTuple):
 
 
 class ForwardModel:
-    """Exponentially forgetting ridge regression in units of the default forward time and chunk. The
-    prior is half T_default fixed plus half T_default for a full chunk: positive and growing."""
+    """Predicts forward times by exponentially forgetting ridge regression, in units of the default
+    forward time and chunk. By the prior a pass takes half of T_default, plus half for full
+    chunks."""
 
     def __init__(self, *, t_default_s: float, chunk_tokens: int) -> None:
         self._time_unit_s = t_default_s
@@ -69,12 +70,13 @@ class ForwardModel:
         self._first: list[_Observed] = []
         """First passes since the fit began."""
         self._believed: list[int] = []
-        """Positions of those without the outliers."""
+        """Positions in ``_first`` of the passes that are no outliers."""
         self._last: deque[tuple[int, _Observed]] = deque(maxlen=_LAST)
-        """Passes after the first ones; 1 if it took far longer than predicted, -1 if far less."""
+        """The last passes after the warm-up, each with a sign: 1 if it took far longer than
+        predicted, -1 if far less, otherwise 0."""
         self.captured_tokens: Sequence[int] = ()
-        """Sizes of the engine's prefill graphs, see :func:`padded`. :attr:`formula` is for chunks,
-        which are rarely captured, so only :meth:`predict_s` pads."""
+        """Sizes, in tokens, of the engine's captured prefill graphs, to which a pass is padded
+        (:func:`.padded`). :attr:`formula` does not pad, because chunks are rarely captured."""
         self.passes = 0
         self._begin()
 
@@ -87,7 +89,7 @@ class ForwardModel:
             token_s=per_rank * time_s / unit,
             pair_s=2 * per_pair * time_s / unit**2,
         )
-        """The fit at one time, unaffected by later learning."""
+        """The current fit in seconds, an immutable snapshot: learning replaces the object."""
 
     def predict_s(self, tokens_per_rank: Sequence[int], pairs: Sequence[float] = ()) -> float:
         """Return the forward time of a pass with these extend tokens on each rank, at least 1 ms.
@@ -116,10 +118,10 @@ class ForwardModel:
             self._on_other_speed()
 
     def _begin(self) -> None:
-        """Reset to the prior."""
+        """Reset the fit and its error to the prior."""
         self._fit = _Regression(self._prior)
         self.error_s = self._prior_error_s
-        """Smoothed absolute prediction error."""
+        """Smoothed absolute prediction error, in seconds."""
         self._update_formula()
 
     def _learn(self, observed: _Observed) -> None:
@@ -143,10 +145,10 @@ class ForwardModel:
         self._believed = believed
 
     def _without_outliers(self) -> list[int]:
-        """Return positions of the first passes that do not contradict each other. A forward search
-        starts with the faster half by the prior and adds passes within a multiple of the fit until
-        none qualifies. If several remain and one fit explains all, the load caused the
-        difference."""
+        """Return positions of the first passes without outliers, ascending. A forward search starts
+        with the half that is fastest compared with the prior, and adds passes within a multiple of
+        the fit until none qualifies. If several are left out and one fit explains all passes, the
+        load caused the difference, and all are returned."""
         data = [
             (
                 self._features(observed.tokens_per_rank, observed.pairs),
@@ -203,7 +205,7 @@ class ForwardModel:
 
 
 class _Regression:
-    """Non-negative least squares with a prior and forgetting."""
+    """Non-negative least squares with a prior, and exponential forgetting of old samples."""
 
     def __init__(
         self, prior: Sequence[float], data: Sequence[tuple[_Features, float]] = ()
@@ -222,7 +224,7 @@ class _Regression:
         return sum([w * feature for w, feature in zip(self.weights, x, strict=True)])
 
     def add(self, x: Sequence[float], y: float) -> None:
-        """Add a sample; :meth:`solve` updates the weights."""
+        """Add a sample of features ``x`` and time ``y``; :meth:`solve` updates the weights."""
         for i in range(_FEATURES):
             for j in range(_FEATURES):
                 self._moments[i][j] = _FORGET * self._moments[i][j] + x[i] * x[j]
@@ -235,7 +237,8 @@ class _Regression:
 
 
 def _non_negative_solution(moments: list[list[float]], targets: list[float]) -> list[float]:
-    """Solve the normal equations with no negative coefficient (the most negative dropped first)."""
+    """Solve the normal equations without negative coefficients: while there is one, the most
+    negative is fixed at 0."""
     active = list(range(len(targets)))
     while active:
         solution = _solve(
@@ -252,7 +255,8 @@ def _non_negative_solution(moments: list[list[float]], targets: list[float]) -> 
 
 
 def _solve(matrix: list[list[float]], vector: list[float]) -> list[float]:
-    """Gaussian elimination with partial pivoting; the matrix is positive definite and tiny."""
+    """Solve a linear system by Gaussian elimination with partial pivoting. The matrix is positive
+    definite and tiny."""
     n = len(vector)
     rows = [[*row, vector[i]] for i, row in enumerate(matrix)]
     for k in range(n):

@@ -27,9 +27,9 @@ from sglang_sbs.scheduling.received.load_source import LoadSource, Source
 from sglang_sbs.wire import EndForward
 
 STALLED_S = 60.0
-"""Expected further delay of an instance that takes nothing."""
+"""Assumed delay, from now, until an instance whose ranks start no requests is free."""
 _CACHED_STEP = 0.05
-"""Weight of one prompt in ``cached_share``."""
+"""Weight of one prompt in the smoothed :attr:`PrefillInstance.cached_share`."""
 
 
 class PrefillInstance:
@@ -43,8 +43,9 @@ class PrefillInstance:
         default_chunk_tokens: int,
         worker: InstanceId = "",
     ) -> None:
-        """Create an idle instance; ``worker`` is the owner if each rank is an instance
-        (:mod:`sglang_sbs.scheduling.lone_ranks`)."""
+        """Create an idle instance. ``t_default_s``: forward time before the first measurement.
+        ``default_chunk_tokens``: chunk if ``up`` has none. ``worker``: worker that the rank belongs
+        to, if each rank is an instance (:mod:`sglang_sbs.scheduling.lone_ranks`)."""
         self.id: InstanceId = up.instance
         self.worker = worker or up.instance
         self.dp_size = up.dp_size
@@ -59,15 +60,15 @@ class PrefillInstance:
         self._reports = Reports(self.ranks, self.passes, self.moves, t_default_s)
         self.source = LoadSource()
         self.ready = True
-        """EndForward (or quiescence) was received since the last dispatch."""
+        """A pass has ended, or the instance was quiescent, since the last dispatch."""
         self.watchdog = Watchdog(t_default_s)
         self.last_dispatch_s = float("-inf")
         self.left_s = -math.inf
-        """Time when all dispatched requests have left."""
+        """Time when the last dispatched request leaves the router; requests leave one by one."""
         self._batch: Sent | None = None
-        """The newest batch."""
+        """The newest batch dispatched here; None before the first."""
         self.cached_share = 0.0
-        """Smoothed cached share of recently sent prompts."""
+        """Smoothed share of recently sent prompts that was cached, 0 to 1."""
         self._followers: list[set[Any]] = []
 
     def __repr__(self) -> str:
@@ -82,13 +83,14 @@ class PrefillInstance:
         self._followers = [other for other in self._followers if other is not changed]
 
     def set_limits(self, up: InstanceUp) -> None:
-        """Set chunk, page, overlap scheduling and graphs from the engine."""
+        """Apply the engine's chunk and page size, request limit, overlap scheduling and captured
+        graph sizes."""
         self._set_room(up)
         self.model.captured_tokens = up.captured_tokens
         self._on_change()
 
     def resize(self, up: InstanceUp) -> None:
-        """DP ranks joined or left at runtime (elastic EP); the first ones stay as they are."""
+        """Add or remove DP ranks at the end, for a DP size changed at runtime (elastic EP)."""
         self.dp_size = up.dp_size
         for rank in self.ranks[self.dp_size :]:
             for rid in rank.requests:
@@ -121,12 +123,12 @@ class PrefillInstance:
 
     @property
     def tokens_per_s(self) -> float:
-        """Throughput without the fixed time of passes."""
+        """Predicted tokens per second of all ranks, without the fixed time of passes."""
         return self.dp_size / self.model.formula.slope_s()
 
     @property
     def joins_batch(self) -> bool:
-        """Whether the newest batch left while another was on its way."""
+        """Whether the newest batch left while another was on its way here."""
         return self._batch is not None and self._batch.joins
 
     @property
@@ -142,33 +144,36 @@ class PrefillInstance:
 
     @property
     def launching(self) -> bool:
-        """Whether a pass is about to start without a report: there is a backlog, but no pass."""
+        """Whether a pass is about to start: there is a backlog, but no known pass."""
         return not self.passes and self.ranks.backlog_tokens > 0
 
     @property
     def forms_ahead(self) -> bool:
-        """Whether its next pass is formed when the previous one starts."""
+        """Whether the engine forms its next pass when the previous one starts, not when it ends:
+        overlap scheduling with a queued pass and a backlog behind it."""
         return self.overlap and len(self.passes) > 1 and self.ranks.backlog_tokens > 0
 
     @property
     def rests(self) -> bool:
-        """Whether time changes nothing before the watchdog fires, unless a report arrives."""
+        """Whether the state stays as it is until a report arrives or the watchdog fires."""
         return not (self.launching or self.pause.on) and (self.source.reports or not self.passes)
 
     @property
     def tier(self) -> Source:
-        """Report source behind readiness."""
+        """Name of the report source that readiness is based on."""
         return self.source.name
 
     @property
     def stage(self) -> tuple[Source, bool, int, int]:
-        """A summary of progress: report source, idleness, and newest pass."""
+        """Summary of progress: report source, idleness, number of passes, and forward id of the
+        newest one (-1: none, or presumed)."""
         newest_id = self.passes[-1].forward_id if self.passes else None
         newest_id = -1 if newest_id is None else newest_id
         return self.source.name, self.idle, len(self.passes), newest_id
 
     def next_pass_s(self) -> float:
-        """Return the predicted forward time of a pass with the requests now waiting for it."""
+        """Return the predicted forward time, in seconds, of the next pass with the requests that
+        now wait for it."""
         return self._next_pass_s
 
     @Cached
@@ -177,11 +182,11 @@ class PrefillInstance:
 
     @property
     def known_pass_s(self) -> float | None:
-        """:meth:`next_pass_s`, if it was computed since the last change."""
+        """:meth:`next_pass_s` if it was computed since the last change, otherwise None."""
         return vars(self).get("_next_pass_s")
 
     def next_pass(self, start_s: float = 0.0) -> NextPass:
-        """Return the next pass that starts, with the requests that wait for it."""
+        """Return the next pass, which starts at ``start_s`` with the requests that wait for it."""
         return NextPass(
             self.model.formula,
             self.chunk_tokens,
@@ -192,13 +197,14 @@ class PrefillInstance:
         )
 
     def launches_s(self, latency_s: float) -> float:
-        """Return when an idle instance launches the requests on their way to it."""
+        """Return when an instance without a pass launches its backlog. ``latency_s``: L_net."""
         ends_s = self.passes.free_since_s + self.pause.mean_s
         return max(ends_s, self.last_dispatch_s + latency_s)
 
     def free_at_s(self, now_s: float, latency_s: float) -> float:
-        """Return the time when it could launch something new: the predicted end of all launched
-        passes plus the usual pause, or the end of a pass about to start."""
+        """Return when the instance could launch another pass: the predicted end of all launched
+        passes plus the usual pause, or the end of a pass about to start; ``now_s`` or a little
+        later if it is idle. ``latency_s``: L_net."""
         if self.ranks.takes_nothing:
             return now_s + STALLED_S
         if self.passes:
@@ -208,16 +214,16 @@ class PrefillInstance:
         return max(now_s, self.pause.until_s)
 
     def forms_at_s(self, now_s: float, latency_s: float) -> float:
-        """Return the time when the batch is formed that could still include a request sent now.
-        That is when the instance is free. Under overlap scheduling, with requests left over behind
-        a queued pass, it is when that pass starts, at the end of the running one."""
+        """Return when the engine forms the next batch that could include a request sent now. That
+        is when the instance is free. Under overlap scheduling, with requests left over behind a
+        queued pass, it is when the queued pass starts."""
         if self.forms_ahead:
             return self.passes[-1].start_s
         return self.free_at_s(now_s, latency_s)
 
     def advance(self, now_s: float, latency_s: float) -> float:
-        """Apply presumed launches and ends, and the watchdog, up to ``now_s``. Returns the time of
-        the next call even without reports; infinity for never."""
+        """Apply presumed launches and ends, and the watchdog, up to ``now_s``. Returns when to call
+        it again if no report arrives; infinity: never."""
         if self.watchdog.due_s <= now_s:
             self._on_silence(now_s)
         if self.rests:
@@ -298,8 +304,8 @@ class PrefillInstance:
         self.ready = False
 
     def on_prefilled(self, rid: str, rank: int, now_s: float) -> Observation:
-        """Record the engine's answer for this request (or its end): it uses no prefill capacity
-        now. Without EndForward this also indicates the end of the pass it was presumed in."""
+        """Record that prefill has answered a request, or that it has ended. Without EndForward this
+        also ends the pass it was presumed in, and the result has that pass's forward time."""
         positions = (at for at, running in enumerate(self.passes) if rid in running.requests)
         ended = next(positions, None)
         self.dropped(rid, rank)
@@ -314,7 +320,7 @@ class PrefillInstance:
         return self._end_presumed(ended, now_s)
 
     def dropped(self, rid: str, rank: int) -> None:
-        """Remove a request from the rank without any conclusion about a pass."""
+        """Remove a request from the rank without concluding that a pass has ended."""
         if rank >= self.dp_size:
             return  # it was sent to a former instance of another size
         if self.ranks[rank].gone(rid):
@@ -334,8 +340,8 @@ class PrefillInstance:
     def on_report(
         self, report: EndForward, now_s: float, strays: Sequence[Stray] = ()
     ) -> Observation:
-        """Replace assumptions by a rank's report. Old and duplicate messages change nothing.
-        ``strays``: requests named by the rank and assumed elsewhere."""
+        """Apply a rank's report and return the samples in it. Old and duplicate messages change
+        nothing. ``strays``: requests that the rank names and that are assumed elsewhere."""
         if not 0 <= report.dp_rank < self.dp_size:
             return NOTHING_SEEN
         taken = self.ranks[report.dp_rank].cursor.take(report, now_s)
@@ -358,7 +364,7 @@ class PrefillInstance:
         return learned
 
     def on_load_poll(self, queued_tokens: list[int], now_s: float) -> None:
-        """Apply a load poll, the coarse fallback: queued tokens beyond those sent from here."""
+        """Apply a load poll, a fallback for EndForward: tokens per rank, negative: unknown."""
         if len(queued_tokens) != self.dp_size or not self.source.on_load_poll():
             return
         for rank, tokens in zip(self.ranks, queued_tokens, strict=True):
@@ -386,7 +392,7 @@ class PrefillInstance:
         self.left_s = -math.inf
 
     def down(self) -> None:
-        """The instance is unreachable: nothing sent there counts any longer."""
+        """Reset the instance because it is unreachable, prompts included."""
         self.reset()
         for rank in self.ranks:
             rank.clean = True
@@ -395,21 +401,21 @@ class PrefillInstance:
     # Inside -------------------------------------------------------------------------------
 
     def _changes(self) -> None:
-        """Mark the instance as changed; called by every change, before or after it."""
+        """Add the instance to all subscribed sets; every change calls this, before or after."""
         for changed in self._followers:
             changed.add(self)
 
     def _on_change(self, rank: int | None = None) -> None:
-        """Begin a new version after a change of one rank's accounting (None: of anything)."""
+        """Invalidate cached values after a change of one rank (None: of anything)."""
         self._changes()
         self.ranks.changed(rank)
         vars(self).pop("_next_pass_s", None)
 
     @property
     def _owes_signal(self) -> bool:
-        """Whether a report is expected: an answer, the end of a pass, or idleness. That is possible
-        without own requests as well, because the instance may have become silent after its last
-        report."""
+        """Whether the watchdog expects a sign of life: an answer, the end of a pass, or idleness.
+        That is possible without outstanding requests, because the instance may have become silent
+        after its last report."""
         return bool(
             self.ranks.has_outstanding or self.passes or self.ranks.backlog_tokens or not self.ready
         )
@@ -446,7 +452,7 @@ class PrefillInstance:
             self.watchdog.due_s = lost_s
 
     def _answered(self) -> None:
-        """The instance works, so its unanswered requests are in progress."""
+        """Clear the ranks' ``unanswered`` flags: the instance has answered, so it works."""
         for rank in self.ranks:
             if rank.unanswered:
                 rank.unanswered = False
@@ -461,7 +467,8 @@ class PrefillInstance:
         return start_s + grace_s
 
     def _end_presumed(self, position: int, now_s: float) -> Observation:
-        """Presume that a pass, by its position, and all before it have ended."""
+        """Presume that the pass at this position, and all before it, have ended. Returns its
+        forward time."""
         self._on_change()
         ended = self.passes[position]
         forward_s = max(1e-3, now_s - ended.start_s)

@@ -13,46 +13,49 @@ from collections.abc import Sequence
 from itertools import islice
 
 _GROSS = 10.0
-"""A pass beyond this multiple of the window's median is an outlier."""
+"""A forward time above this multiple of the window's median is an outlier."""
 _RECENT = 32
-"""Number of last passes in which outliers are rare enough to be ignored: at most one per instance
-that may have had its first pass; one with a full window. More are typical of the load."""
+"""Number of last passes whose outliers are counted. With at most one per active instance (with a
+full window: one in all) the usual forward time ignores outliers: they may be first passes. More are
+typical of the load."""
 
 _SAMPLES = 64
 _FRESH_S = 30.0
-"""Age limit of samples."""
+"""Age limit of latency samples, in seconds."""
 _FALL_BACK_S = 10.0
-"""Time constant of the return to the assumed latency without fresh samples."""
+"""Time constant, in seconds, with which L_net returns to the assumed value without samples."""
 _MOST_S = 5.0
-"""Largest plausible latency; higher values come from clock jumps or faulty engines."""
+"""Largest plausible latency, in seconds. Larger samples, from clock jumps or faulty engines, are
+clipped."""
 _FEW = 3
-"""Least number of batches that can raise the latency of a lone request. A few batches may have
-waited for one another, in an intake or a gate."""
+"""Least number of samples from which the latency of a lone request may rise. Fewer batches may have
+waited for one another, in an intake or the batch gate."""
 
 
 class NetworkLatency:
-    """L_net in seconds: from the dispatch of a request until an idle rank launches it;
-    ``assumed_s`` before the first sample.
+    """Estimates L_net in seconds: the time from the dispatch of a request until an idle rank
+    launches it. The estimate is ``assumed_s`` before the first sample.
 
-    The median of the last latencies of :mod:`.observation`. Samples expire by age, because a busy
-    cluster rarely has idle instances to learn from. Without fresh samples it returns to the assumed
-    value, and the dispatch lead, which is learned on busy instances, takes over."""
+    It is the median of the last latency samples (:mod:`.observation`). Samples expire by age,
+    because a busy cluster rarely has idle instances to learn from. Without samples the estimate
+    falls to the assumed value, and the dispatch lead, which is learned on busy instances, takes
+    over."""
 
     def __init__(self, assumed_s: float) -> None:
         self._assumed_s = self.latency_s = self.lone_s = assumed_s
-        """Latency of the usual batch, and of a request sent alone."""
+        """Latency of a request that is sent alone; ``latency_s`` is that of the usual batch."""
         self.serial_s = 0.0
-        """Delay added by each further request of a batch, because they are sent and accepted one by
-        one."""
+        """Seconds that each further request of a batch adds to its latency, because requests are
+        sent and accepted one by one."""
         self._samples: deque[tuple[float, float, int]] = deque(maxlen=_SAMPLES)
-        """(when, latency, requests), oldest first."""
+        """Samples as (time, latency, batch size), oldest first."""
         self._now_s: float | None = None
 
     def observe(
         self, latencies_s: Sequence[float], now_s: float, requests: Sequence[int] = ()
     ) -> float:
-        """Add samples, if any, and return the estimate. ``requests``: batch size of each sample;
-        empty: all were sent alone."""
+        """Add samples, if any, and return the estimate :attr:`latency_s`. ``requests``: batch size
+        of each sample; empty: all were sent alone."""
         if latencies_s:
             sizes = requests or [1] * len(latencies_s)
             self._samples.extend(
@@ -76,7 +79,8 @@ class NetworkLatency:
         return self.latency_s
 
     def _fit(self) -> None:
-        """Fit the effect of the batch size by least squares, weighted by how much it explains."""
+        """Fit :attr:`serial_s` and :attr:`lone_s` to the samples: least squares of latency by batch
+        size, with the slope multiplied by R squared."""
         latencies_s = [latency_s for _, latency_s, _ in self._samples]
         sizes = [size for _, _, size in self._samples]
         mean_s, mean_size = sum(latencies_s) / len(sizes), sum(sizes) / len(sizes)
@@ -92,8 +96,8 @@ class NetworkLatency:
 
 
 class IntervalController(NetworkLatency):
-    """I_opt = (mean(W) + L_net) / N_active, and its inputs: forward times are learned here, L_net
-    in the base class."""
+    """Computes I_opt = (mean(W) + L_net) / N_active. W, the window of forward times, is kept here;
+    L_net is estimated by the base class."""
 
     def __init__(self, *, t_default_s: float, window: int, latency_s: float) -> None:
         super().__init__(latency_s)
@@ -101,25 +105,26 @@ class IntervalController(NetworkLatency):
         self._sum_s = 0.0
         self._t_default_s = t_default_s
         self.active = 0
-        """N_active."""
+        """Number of active prefill instances, N_active."""
         self.literal = False
-        """Whether the usual forward time is also the plain mean."""
+        """Whether :attr:`mean_forward_s` includes outliers, as in Algorithm 1."""
         self.mean_forward_s = t_default_s
-        """The usual forward time: smoothed without outliers; T_default before the first sample."""
+        """The usual forward time: mean of the window without outliers; T_default before the first
+        sample."""
 
     @property
     def learned(self) -> bool:
-        """Whether there has been a sample."""
+        """Whether any forward time was measured."""
         return bool(self._window)
 
     @property
     def interval_s(self) -> float:
-        """I_opt; without active instances the interval of a single one."""
+        """I_opt in seconds; without active instances that of a single one."""
         mean_s = self._sum_s / len(self._window) if self._window else self._t_default_s
         return (mean_s + self.latency_s) / max(1, self.active)
 
     def on_end_forward(self, measured_s: float) -> None:
-        """Algorithm 1's OnEndForward(t_measured)."""
+        """Add a measured forward time to the window: Algorithm 1's OnEndForward(t_measured)."""
         if len(self._window) == self._window.maxlen:
             self._sum_s -= self._window[0]
         self._window.append(measured_s)
@@ -127,13 +132,13 @@ class IntervalController(NetworkLatency):
         self.mean_forward_s = self._usual_s()
 
     def read_literally(self, literal: bool) -> None:
-        """Set whether the usual forward time is the plain mean from now on, as in Algorithm 1."""
+        """Set :attr:`literal`; it takes effect with the next measured forward time."""
         self.literal = literal
 
     def on_landing(self, soonest_s: float, now_s: float) -> None:
-        """Lower L_net to ``soonest_s``, the time from the last dispatch in a pass to its launch. It
-        is an upper bound, used only while L_net is a pass or more. With that much in flight no
-        instance is idle, so there are no other samples."""
+        """Add ``soonest_s``, the time from the last dispatch in a pass to its launch, as a sample
+        that can only lower L_net. It is an upper bound, used only while L_net is a mean pass time
+        or more. With that much in flight no instance is idle, so there are no other samples."""
         if self.lone_s >= self.mean_forward_s and soonest_s < math.inf:
             self.observe([min(soonest_s, self.lone_s)], now_s)
 

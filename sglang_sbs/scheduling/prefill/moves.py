@@ -32,17 +32,17 @@ class Stray(NamedTuple):
 
     rid: str
     source: PrefillInstance
-    """Its assumed instance; a different one only where each rank is an instance
-    (``lone_ranks``)."""
+    """Instance at which the request is assumed. It differs from the one whose rank names it only
+    where each rank is an instance (``lone_ranks``)."""
     rank: int
-    """DP rank of ``source``."""
+    """DP rank of ``source`` at which the request is assumed."""
     prompt_tokens: int
     cached_tokens: int
-    """L_hit on the rank that names it."""
+    """Tokens of the prompt cached on the rank that names it (L_hit)."""
 
 
 class Moves:
-    """The moves of one prefill instance."""
+    """Moves requests between ranks of one prefill instance, and keeps owed acceptances."""
 
     __slots__ = ("_owed",)
 
@@ -54,8 +54,8 @@ class Moves:
     def follow(
         self, ranks: Sequence[PrefillRank], index: int, strays: Sequence[Stray]
     ) -> list[str]:
-        """Enter requests at the DP rank ``index``, which names them, and remove them elsewhere.
-        Returns the ids of moved requests."""
+        """Enter ``strays`` at the DP rank ``index``, which names them, and remove them from their
+        assumed places. Returns the ids of the moved requests."""
         target = ranks[index]
         moved = [stray for stray in strays if self._owed.get(stray.rid) != index]
         for stray in moved:
@@ -67,8 +67,9 @@ class Moves:
         return [stray.rid for stray in moved]
 
     def settle(self, report: EndForward, lost: int) -> int:
-        """Apply acceptances that a DP rank owed. ``lost``: acceptances in lost messages of the
-        rank. Returns how many of these belong to requests still assumed there."""
+        """Settle acceptances that the reporting rank owed for moved requests. ``lost``: number of
+        acceptances in lost messages of the rank. Returns how many of these belong to requests still
+        assumed there."""
         if not self._owed:
             return lost
         for rid in report.rids:

@@ -11,7 +11,7 @@ Each sample measures one thing, and misleading cases are excluded:
   could have helped, and those that joined a batch on its way, because they left later on purpose.
   If a batch was at the engine for most of the time in which nothing ran, and did not wait for
   decode, the engine paused and the instance was not idle.
-- *split*: share of a batch of several requests that was left behind by the launch that the batch
+- *split*: share of a batch of several requests that missed the launch which the batch
   itself caused on an idle instance."""
 
 from __future__ import annotations
@@ -26,42 +26,45 @@ from sglang_sbs.scheduling.prefill.requests import Sent
 from sglang_sbs.wire import EndForward
 
 _ON_TIME_S = 0.002
-"""Tolerance when telling a launch right after a pass from one that waited for a request."""
+"""Tolerance, in seconds, for counting a launch as right after a pass, not as waiting for a
+request."""
 
 
 @dataclass(slots=True)
 class Observation:
-    """Samples from one report of the instance."""
+    """What one report of a prefill instance shows: samples of latency, lead and forward time, and
+    events."""
 
     ended: bool = False
-    """A pass ended."""
+    """The report is the first to show the end of a pass."""
     forward_s: float | None = None
-    """T_fwd of a completed pass, once per pass."""
+    """Forward time (T_fwd) of the ended pass, in one report per pass; otherwise None."""
     latencies_s: list[float] = field(default_factory=list)
-    """L_net samples: dispatch to an idle instance until the launch."""
+    """Dispatch latencies (L_net): from a dispatch to an idle instance until its launch."""
     requests: list[int] = field(default_factory=list)
     """Size of the batch each latency sample belongs to."""
     landed_s: list[float] = field(default_factory=list)
-    """Times from dispatch to launch of the requests in the pass (other than those of
-    ``latencies_s``)."""
+    """Times from dispatch to launch, for requests in the pass that were in time for it (not those
+    sent to an idle instance, or that joined a batch)."""
     idled_s: list[float] = field(default_factory=list)
     """Times from dispatch to the end of the last pass, for requests that arrived after it while the
     instance was idle."""
     left_behind_s: list[float] = field(default_factory=list)
-    """Like ``landed_s``, for requests that wait for the next pass although this one had room."""
+    """Times from dispatch to this launch, for requests that wait for the next pass although this
+    one had room."""
     soonest_s: float = math.inf
-    """Time from the last dispatch in the pass to its launch, an upper bound of L_net."""
+    """Time from the last dispatch in the pass to its launch; L_net is at most this. inf: none."""
     split_share: float | None = None
-    """Share of a batch sent to the idle instance, among its requests for this rank, that its launch
-    left behind."""
+    """Share of a split batch: of this rank's requests in a batch sent to the idle instance, those
+    that missed its launch, 0 to 1. None: no such batch."""
     restarted: bool = False
     """The rank reported a new boot id."""
     moved: list[str] = field(default_factory=list)
-    """Requests now assumed at this rank that were dispatched to another."""
+    """Ids of requests that were dispatched to another rank and are now assumed at this one."""
 
 
 NOTHING_SEEN = Observation()
-"""The samples of a report or answer without any; not to be changed."""
+"""Shared result for a report or answer without samples. Do not change it."""
 
 
 def observe_launch(
@@ -71,16 +74,17 @@ def observe_launch(
     report: EndForward,
     launch_s: float,
 ) -> Observation:
-    """Read a rank's report of the launch of a pass. ``passes``: of its instance, before this one.
-    ``rank``: the reporting rank, with its requests in flight. ``accepted``: the batch of each
-    request that the report names. ``launch_s``: launch time of the pass."""
+    """Return the samples in a rank's report of a launch. ``passes``: the instance's passes without
+    the launched one. ``rank``: the reporting rank; accepted requests are no longer in its flight.
+    ``accepted``: the batch of each request accepted since the last launch. ``launch_s``: time of
+    the launch, on the scheduler's clock."""
     learned = Observation()
     free_since_s = passes.free_since_s
     rested = passes.pause.rested_after(report.forward_id - 1)
     paused = not rested or _is_engines_own(report, launch_s - free_since_s)
     landed_s = []
     started = 0
-    """Number of requests of the batch that woke the instance."""
+    """Accepted requests of batches of several that were sent to the idle instance."""
     for sent in accepted:
         ahead_s = max(0.0, launch_s - sent.left_s)
         learned.soonest_s = min(learned.soonest_s, ahead_s)

@@ -12,7 +12,8 @@ from sglang_sbs.scheduling.prefill.forward_model import ForwardModel
 from sglang_sbs.scheduling.prefill.requests import PrefillRequest
 
 MOST_PASSES = 16
-"""Limit on passes launched and not ended. SGLang has two, or one per pipeline stage."""
+"""Limit on passes of an instance that are launched and not ended. SGLang has two, or one per
+pipeline stage."""
 
 
 @dataclass(slots=True)
@@ -21,45 +22,46 @@ class Pass:
 
     start_s: float
     end_s: float
-    """Predicted end."""
+    """Predicted end, on the scheduler's clock like ``start_s``."""
     tokens: list[int]
     """Extend tokens per DP rank."""
     forward_id: int | None
-    """Number of the pass; None: presumed, not reported."""
+    """Number of the pass in EndForward; None: presumed, not reported."""
     requests: dict[str, PrefillRequest] = field(default_factory=dict)
-    """Requests presumed to complete in it."""
+    """Requests presumed to complete in it, by id; empty for reported passes."""
     queued: list[int] = field(default_factory=list)
-    """Tokens presumed to be taken from each rank's reported queue."""
+    """Tokens presumed taken from each rank's reported queue; empty for reported passes."""
     pairs: list[float] = field(default_factory=list)
-    """Attention pairs per DP rank."""
+    """Attention pairs (:func:`.attention_pairs`) per DP rank."""
 
 
 class Passes(list[Pass]):
-    """The passes of one instance in their order. Each starts when the one before it ends."""
+    """Running and queued passes of one instance; each starts when the one before it ends."""
 
     def __init__(self, model: ForwardModel) -> None:
         super().__init__()
         self.model = model
         self.pause = EnginePause()
         self.free_since_s = -math.inf
-        """End of the last pass."""
+        """End of the last ended pass; minus infinity before the first."""
         self.ended = 0
-        """Number of passes with a learned forward time."""
+        """Number of ended passes whose forward time was learned."""
 
     def with_id(self, forward_id: int) -> Pass | None:
         return next((running for running in self if running.forward_id == forward_id), None)
 
     @property
     def reported(self) -> bool:
-        """Whether any of them was reported."""
+        """Whether the launch of any of these passes was reported, not presumed."""
         return any(running.forward_id is not None for running in self)
 
     def presumed(self, rid: str) -> PrefillRequest | None:
-        """Return a request that is presumed to complete in one of them."""
+        """Return a request presumed to complete in one of these passes; None: it is in none."""
         return next((running.requests[rid] for running in self if rid in running.requests), None)
 
     def drop(self, rid: str) -> None:
-        """Remove a request from its pass. That pass then ends by time if nothing else ends it."""
+        """Remove a request from the pass that it is presumed in. If that pass has no other request,
+        it ends by time (:attr:`ends_by_time_s`)."""
         for running in self:
             running.requests.pop(rid, None)
 
@@ -71,8 +73,8 @@ class Passes(list[Pass]):
                     of_ranks.extend([0] * (dp_size - len(of_ranks)))
 
     def accept(self, rids: Sequence[str], here: Collection[str], lost: int) -> int:
-        """Record that a rank has accepted these requests, and ``lost`` more with unknown ids. The
-        oldest presumed requests at the rank (``here``) stand for the latter. Returns how many of
+        """Remove requests that a rank accepted from the presumed passes: ``rids``, and for ``lost``
+        acceptances with unknown ids the oldest ones at the rank (``here``). Returns how many of
         ``lost`` remain."""
         presumed = [running.requests for running in self if running.forward_id is None]
         if not presumed:
@@ -98,7 +100,8 @@ class Passes(list[Pass]):
         return presumed
 
     def end(self, rest: Sequence[Pass], end_s: float) -> None:
-        """Leave ``rest`` of the passes, which start now that the one before has ended."""
+        """Keep only ``rest`` of the passes. The first of them starts at ``end_s``, when the pass
+        before it ended; times of the others follow."""
         self[:] = rest
         self.free_since_s = end_s
         for running in self:

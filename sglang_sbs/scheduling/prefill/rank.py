@@ -1,11 +1,13 @@
 """The requests assumed at one DP rank of a prefill instance.
 
-Presumptions ------------ Under the barrier one rank's report of a pass shows that all ranks
-launched it, and its ``tokens_per_rank`` how many tokens each computes. Until a rank's own report of
-that pass arrives (or forever, if it was lost) this many tokens are presumed to have left its queue
-and, first come first served, its requests in flight. Its next report decides:
-requests that the report names or counts are acknowledged. :meth:`PrefillRank.on_reported_id`
-reverts all presumptions, and passes unknown to it are presumed again."""
+Presumptions
+------------
+Under the barrier one rank's report of a pass shows that all ranks launched it, and its
+``tokens_per_rank`` how many tokens each computes. Until a rank's own report of that pass arrives
+(or forever, if it was lost) this many tokens are presumed to have left its queue and, first come
+first served, its requests in flight. The rank's next report settles this: first
+:meth:`PrefillRank.on_reported_id` reverts all presumptions, then the requests that the report names
+or counts are acknowledged, and passes that it does not include are presumed again."""
 
 from __future__ import annotations
 
@@ -21,67 +23,69 @@ from sglang_sbs.scheduling.received.report_cursor import ReportCursor
 from sglang_sbs.wire import EndForward
 
 STALLED_CHUNKS = 1000
-"""Chunks that count as ahead on a rank that takes nothing, so that no policy prefers it."""
+"""Backlog, in chunks, added to a rank that starts no requests, so that no policy prefers it."""
 _REMEMBERED_PASSES = 16
-"""Limit on presumed passes; older ones count as facts, because the rank may never report."""
+"""Limit on presumed passes per rank. Older ones become permanent: the rank may never report."""
 MOST_CHUNKS = 64
-"""Limit on others' queued tokens at a rank, in passes."""
+"""Limit on the queued tokens of a rank beyond those sent from here, in chunks."""
 MOST_TAKEN = 64
-"""Limit on remembered batches: a rank may never report a launch."""
+"""Limit on :attr:`PrefillRank.taken`, because a rank may never report a launch."""
 
 
 @dataclass(slots=True, repr=False)
 class PrefillRank:
-    """One DP rank. Tokens are uncached prompt tokens."""
+    """Requests and queue assumed at one DP rank. Tokens are uncached prompt tokens."""
 
     requests: dict[str, PrefillRequest] = field(default_factory=dict)
     """Requests dispatched here and not yet prefilled, in any state, oldest first."""
     outstanding_tokens: int = 0
-    """Their tokens."""
+    """Uncached prompt tokens of all ``requests``."""
     flight: Flight = field(default_factory=Flight)
-    """U_flight: dispatched, and neither accepted by the rank nor presumed accepted."""
+    """Requests of U_flight: dispatched, and neither accepted by the rank nor presumed accepted."""
     presumed: dict[str, PrefillRequest] = field(default_factory=dict)
-    """Presumed accepted, oldest first, and all older than those in flight. One that ended meanwhile
-    (not in ``requests``) stays, because the rank's counter and passes include it."""
+    """Requests presumed accepted, by id, oldest first; all are older than those in ``flight``. A
+    request that has ended (not in ``requests``) stays, because the rank's counter and passes
+    include it."""
     prompts: dict[str, PrefillRequest] = field(default_factory=dict)
-    """Requests that no reported pass has computed yet, oldest first. Ranks report tokens, not
-    contexts; but they compute first come, first served, so the tokens of each pass show its
-    position in the prompts. Errors end with their requests."""
+    """Requests that reported passes have not fully computed, by id, oldest first. Ranks report
+    tokens, not contexts. They compute first come first served, so the tokens of each pass show how
+    far each prompt is. An error ends with its request."""
     taken: list[Sent] = field(default_factory=list)
-    """Batches of requests that an idle rank has named and not launched: it waits for the rest of
-    the batch."""
+    """Batch of each request that an idle rank has named and not launched, because it waits for the
+    rest of the batch."""
     queued_tokens: int = 0
     """R_queued as last reported, minus tokens presumed taken by later passes."""
     queue_charge: float = 1.0
-    """Charged tokens of the chunk per token of the queue, by the pages of its requests."""
+    """Charged tokens per queued token, at least 1: each request is charged whole pages."""
     queue_density: float = 0.0
-    """Requests per token of the queue; only kept if passes have a request limit."""
+    """Estimated requests per queued token; 0 if passes have no request limit."""
     page: int = 1
-    """Page size by which a request is charged."""
+    """Page size, in tokens; a request is charged whole pages of the chunk."""
     chunk_tokens: int = 0
     most_requests: int = 0
     """Request limit of a pass (``PrefillAdder.add_one_req`` in SGLang's ``schedule_policy.py``: per
     rank, including the rest of a cut request); 0: no limit."""
     cursor: ReportCursor = field(default_factory=ReportCursor)
     clean: bool = False
-    """Cleared when the instance went down: all present requests were sent to the next boot."""
+    """The rank was cleared when its instance went down, and has not reported since. Requests sent
+    meanwhile are for the engine's next boot, so a new boot id does not clear them."""
     received_tokens: int = 0
     """Uncached prompt tokens ever sent here, which fill its prefix cache."""
     has_cached: bool = False
     """Whether any request was sent here because of cached prefixes."""
     stalled: StalledWork = field(default_factory=StalledWork)
-    """Detects waiting work that no pass takes."""
+    """Whether the rank has waiting work that no pass takes, and why."""
     unanswered: bool = False
-    """It became silent with requests that prefill has not answered."""
+    """The instance became silent with unanswered prefill requests, so nothing is sent here."""
     kv_free_tokens: int | None = None
     """Free tokens of its KV pool as last reported; None: unknown."""
     idle: bool = True
     last_forward_id: int = -1
     """Id of the newest pass that the rank reported as ended."""
     launched_id: int = -1
-    """Id of the newest pass launched before the rank's last report."""
+    """Id of the newest pass that the rank's own reports include."""
     presumed_passes: dict[int, int] = field(default_factory=dict)
-    """Tokens of this rank in passes after ``launched_id``, by forward id, ascending."""
+    """This rank's tokens in presumed passes, by forward id (after ``launched_id``, ascending)."""
 
     def __repr__(self) -> str:
         return (
@@ -90,7 +94,7 @@ class PrefillRank:
         )
 
     def set_limits(self, page: int, chunk_tokens: int, most_requests: int) -> None:
-        """Set the page size, and the limits of a pass."""
+        """Set the page size, and the tokens and requests (0: unlimited) of a pass."""
         self.page = page
         self.chunk_tokens = chunk_tokens
         self.most_requests = most_requests
@@ -129,8 +133,8 @@ class PrefillRank:
         return max(self.last_forward_id, self.launched_id)
 
     def add(self, rid: str, prompt_tokens: int, cached_tokens: int) -> PrefillRequest:
-        """Enter a request with a part of its prompt cached. The caller adds it to ``flight`` unless
-        the rank has accepted it."""
+        """Enter a dispatched request and return its record. ``cached_tokens``: part of its prompt
+        cached here. The caller adds it to ``flight`` unless the rank has accepted it."""
         if rid in self.requests:
             self.gone(rid)
         request = PrefillRequest.of(rid, prompt_tokens, cached_tokens)
@@ -142,7 +146,7 @@ class PrefillRank:
         return request
 
     def restore(self, requests: Iterable[PrefillRequest]) -> None:
-        """Enter requests again after :meth:`forget`, as in flight and without samples."""
+        """Enter requests again after :meth:`forget`: in flight, and without latency samples."""
         for request in requests:
             request.sent = None
             self.requests[request.rid] = request
@@ -161,13 +165,14 @@ class PrefillRank:
         return not (request is None and in_flight is None and waiting is None)
 
     def pairs(self, tokens: int) -> float:
-        """Return the attention pairs of the next ``tokens`` tokens."""
+        """Return the attention pairs of this rank's next ``tokens`` tokens (see
+        :func:`.attention_pairs`)."""
         chunk = Chunk(tokens)
         chunk.fill(self.prompts.values())
         return chunk.pairs
 
     def compute(self, tokens: int) -> float:
-        """Advance the prompts by the tokens of a pass; return their attention pairs."""
+        """Advance :attr:`prompts` by the tokens of a pass; return the tokens' attention pairs."""
         chunk = Chunk(tokens)
         for prompt, part in chunk.fill(self.prompts.values()):
             prompt.advance(part)
@@ -176,23 +181,23 @@ class PrefillRank:
         return chunk.pairs
 
     def contradicts(self, report: EndForward) -> bool:
-        """Return whether the rank is further behind than an earlier report claimed; that report was
-        false, because ids only rise."""
+        """Return whether the report's forward id is below what an earlier report claimed. Ids only
+        rise, so the earlier report was false."""
         if report.kind == "forward" and report.forward_id < self.last_forward_id:
             return True
         of_pass = report.kind in ("forward", "launch")
         return of_pass and report.forward_id + MOST_PASSES < self.launched_id
 
     def on_reported_id(self, launched_id: int) -> None:
-        """Revert presumptions, because a report that includes passes up to ``launched_id`` is about
-        to be applied."""
+        """Put presumed requests back in flight, before a report of the rank is applied that
+        includes the passes up to ``launched_id``."""
         if self.presumed:
             self.flight.put_back(self.presumed)
             self.presumed.clear()
         self.launched_id = max(self.launched_id, launched_id)
 
     def on_queue(self, report: EndForward) -> None:
-        """Apply R_queued of a report, in tokens and charged tokens."""
+        """Apply the rank's queue (R_queued) and free KV tokens from its report."""
         most = self.outstanding_tokens + MOST_CHUNKS * self.chunk_tokens
         self.queued_tokens = min(self._uncached_queue(report), most)
         free = report.kv_capacity_tokens - report.kv_tokens
@@ -222,8 +227,8 @@ class PrefillRank:
         return here[max(0, len(here) - requests) :]
 
     def _uncached_queue(self, report: EndForward) -> int:
-        """Return the uncached R_queued of a report. SGLang looks up prefixes when it schedules a
-        request and counts whole prompts until then; our own accounting gives the rest."""
+        """Return the uncached tokens of a report's R_queued. SGLang counts whole prompts until it
+        schedules a request, so the cached part is subtracted by our own accounting."""
         queued = report.queued_tokens
         requests = report.waiting_requests + report.bootstrapping_requests
         if not self.has_cached or not requests:
@@ -235,23 +240,23 @@ class PrefillRank:
         return min(queued, uncached + report.chunk_remainder_tokens)
 
     def give_up(self, before_s: float) -> None:
-        """Drop requests sent before this time and never reported; if one arrives after all, the
-        rank's queue includes it."""
+        """Drop requests from ``flight`` that were sent before this time and never reported. If one
+        arrives after all, the rank's reported queue includes it."""
         for request in self.flight.oldest():
             if request.sent is not None and request.sent.at_s < before_s:
                 self.flight.pop(request.rid)
 
     def has_room_beside(self, report: EndForward) -> bool:
-        """Return whether another page would have fitted into the reported pass, for any sizes of
-        its requests."""
+        """Return whether another page would have fitted into the reported pass, whatever the sizes
+        of its requests."""
         if 0 < self.most_requests <= report.batch_size:
             return False
         charged = report.extend_tokens + report.batch_size * (self.page - 1)
         return charged + self.page <= self.chunk_tokens
 
     def take_chunk(self, room: int) -> tuple[int, int, list[PrefillRequest]]:
-        """Take the front of the backlog for a pass with this many charged tokens. Returns tokens of
-        R_queued and of U_flight in it, and the requests of U_flight that it completes."""
+        """Take the front of the backlog for a pass with ``room`` charged tokens. Returns the tokens
+        of R_queued and of U_flight in the pass, and the requests of U_flight that it completes."""
         queued = min(self.queued_tokens, int(room / self.queue_charge))
         places = self.most_requests or room
         if self._requests_of(queued) > places:
@@ -272,7 +277,8 @@ class PrefillRank:
         return queued, chunk.tokens, landed
 
     def take_back(self, index: int, passes: Iterable[Pass]) -> None:
-        """Revert presumed launches; ``index`` is this rank's."""
+        """Revert presumed ``passes``: their tokens and requests of this rank (number ``index``)
+        wait again."""
         for presumed in passes:
             self.queued_tokens += presumed.queued[index]
             for rid in presumed.requests.keys() & self.requests.keys():
@@ -283,8 +289,8 @@ class PrefillRank:
                 self.flight.add(request)
 
     def presume_again(self, full_tokens: int) -> None:
-        """Presume again the passes that were presumed before a report and are not included in it.
-        Call it after the report was applied."""
+        """Presume again those presumed passes that a report does not include. Call this after the
+        report was applied. ``full_tokens``: charged tokens of a full chunk."""
         passes, self.presumed_passes = self.presumed_passes, {}
         for forward_id, tokens in passes.items():
             self.presume(forward_id, tokens, full_tokens)
@@ -351,20 +357,22 @@ class PrefillRank:
         return charge + new
 
     def _wait(self, tokens: int) -> None:
-        """Add a request, or the rest of one, to the queue."""
+        """Add a request, or the rest of a cut one, to the assumed queue."""
         requests = self._requests_of(self.queued_tokens) + 1
         self.queued_tokens += tokens
         if self.most_requests:
             self.queue_density = requests / self.queued_tokens
 
     def _requests_of(self, queued_tokens: int) -> int:
-        """Return the requests in this many tokens of the queue; 0 if they are not counted."""
+        """Return the estimated number of requests in this many queued tokens; 0 if passes have no
+        request limit."""
         if not self.most_requests or not queued_tokens:
             return 0
         return max(1, round(queued_tokens * self.queue_density))
 
     def next_tokens(self, chunk_tokens: int) -> int:
-        """Return the tokens of the backlog that fit into a pass."""
+        """Return the tokens of the backlog that fit into a pass of ``chunk_tokens`` charged
+        tokens."""
         tokens, charged = self.backlog_tokens, self.charged_tokens
         most = tokens if charged <= chunk_tokens else chunk_tokens * tokens // charged
         if self.most_requests and self.backlog_requests > self.most_requests:
@@ -378,13 +386,14 @@ class PrefillRank:
 
     @property
     def backlog_requests(self) -> int:
-        """The same in requests, if passes have a request limit."""
+        """Number of requests in flight and queued. Without a request limit of passes, only those in
+        flight are counted."""
         return len(self.flight) + self._requests_of(self.queued_tokens)
 
     @property
     def ahead_tokens(self) -> int:
-        """Charged tokens of future chunks that a new request cannot use. A pass that is full by its
-        number of requests, or for which the KV pool has no room, counts as a full chunk."""
+        """Charged tokens of future chunks that are not available to a new request. A pass that is
+        full by its number of requests, or has no room in the KV pool, counts as a full chunk."""
         # Asked of every rank at every event, so nothing is asked that is not there.
         queued = self.queued_tokens
         ahead = self.flight.charged + (round(queued * self.queue_charge) if queued else 0)
@@ -399,8 +408,8 @@ class PrefillRank:
 
     @property
     def kv_room_tokens(self) -> int | None:
-        """Free tokens of its KV pool minus all requests on their way or waiting, which have no KV
-        yet. A pass takes no request without room in the pool (sglang #38478)."""
+        """Free tokens of the KV pool minus the backlog, which has no KV yet; None if unknown. A
+        pass takes no request without room in the pool (sglang #38478)."""
         if self.kv_free_tokens is None:
             return None
         # SGLang fault: pool-full-looks-idle
@@ -408,12 +417,12 @@ class PrefillRank:
 
     @property
     def takes_nothing(self) -> bool:
-        """Whether a request sent there would wait for a pass that does not come, or for an
-        answer."""
+        """Whether the rank would not begin a request sent now: its queued work is stalled, or it is
+        silent with unanswered requests."""
         return self.unanswered or bool(self.stalled.cause)
 
     @property
     def charged_tokens(self) -> int:
-        """Charged tokens of the backlog in future chunks."""
+        """Backlog in charged tokens: each request is charged whole pages of a chunk."""
         queued = self.queued_tokens
         return self.flight.charged + (round(queued * self.queue_charge) if queued else 0)

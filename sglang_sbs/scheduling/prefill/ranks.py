@@ -1,4 +1,4 @@
-"""The DP ranks of one prefill instance together."""
+"""State of all DP ranks of one prefill instance: backlog, room, and the next pass."""
 
 from __future__ import annotations
 
@@ -36,13 +36,14 @@ class Ranks(list[PrefillRank]):
     def __init__(self, dp_size: int) -> None:
         super().__init__(PrefillRank() for _ in range(dp_size))
         self.version = 0
-        """Grows with every change of the accounting, the model or the limits. Cached properties are
-        computed at most once per version."""
+        """Number that grows with every change of the accounting, the forward model or the limits.
+        Cached properties are computed at most once per version."""
         self._next: dict[int, tuple[int, float]] = {}
-        """Tokens and attention pairs in the next pass, of ranks unchanged since they were asked."""
+        """Tokens and attention pairs in the next pass by rank, as cached by :meth:`next_pass`.
+        Changed ranks are missing."""
 
     def changed(self, rank: int | None = None) -> None:
-        """Begin a new version, after a change of one rank or (None) of any."""
+        """Begin a new version: forget cached values after a change of one rank (None: of any)."""
         version, unchanged = self.version + 1, self._next
         vars(self).clear()
         self.version, self._next = version, unchanged
@@ -52,8 +53,8 @@ class Ranks(list[PrefillRank]):
             unchanged.pop(rank, None)
 
     def next_pass(self) -> tuple[list[int], list[float]]:
-        """Return the tokens and attention pairs per rank of a pass with the requests now waiting
-        for it."""
+        """Return two lists, the tokens and the attention pairs per rank, of a pass with the
+        requests that now wait for it."""
         for index, rank in enumerate(self):
             if index not in self._next:
                 tokens = rank.next_tokens(rank.chunk_tokens)
@@ -68,17 +69,17 @@ class Ranks(list[PrefillRank]):
 
     @Cached
     def backlog_tokens(self) -> int:
-        """Tokens dispatched or queued and in no pass yet."""
+        """Tokens of all ranks that are in flight or queued, and in no pass yet."""
         return sum([rank.flight.total + rank.queued_tokens for rank in self])
 
     @Cached
     def charged_tokens(self) -> int:
-        """Tokens of future chunks that the backlog costs."""
+        """Backlog of all ranks in charged tokens: each request is charged whole pages."""
         return sum([rank.charged_tokens for rank in self])
 
     @Cached
     def has_flight(self) -> bool:
-        """Whether any request dispatched by this scheduler is not yet accepted."""
+        """Whether any request dispatched by this scheduler is not yet accepted by its rank."""
         return any(request.sent is not None for rank in self for request in rank.flight)
 
     @Cached
@@ -88,14 +89,14 @@ class Ranks(list[PrefillRank]):
 
     @Cached
     def longest_prompt_tokens(self) -> int:
-        """Length of the longest prompt not computed yet, cached or not."""
+        """Length of the longest prompt not fully computed, including cached tokens; 0 if none."""
         prompts = [prompt for rank in self for prompt in rank.prompts.values()]
         return max([prompt.left_tokens + prompt.context_tokens for prompt in prompts], default=0)
 
     @Cached
     def ahead_tokens(self) -> list[int]:
-        """Tokens ahead of a new request on each rank, see :attr:`.PrefillRank.ahead_tokens`. Do not
-        change them."""
+        """Charged tokens ahead of a new request per rank (:attr:`.PrefillRank.ahead_tokens`). Do
+        not change the list."""
         return [rank.ahead_tokens for rank in self]
 
     @Cached
@@ -104,23 +105,23 @@ class Ranks(list[PrefillRank]):
 
     @property
     def has_room(self) -> bool:
-        """Whether C_avail is positive on some rank."""
+        """Whether the next pass has room for tokens (C_avail above 0) on some rank."""
         return self.least_ahead_tokens < self[0].chunk_tokens
 
     def has_room_in(self, passes: int) -> bool:
-        """Return whether C_avail over this many passes is positive on some rank."""
+        """Return whether the next ``passes`` passes have room for tokens on some rank."""
         return self.least_ahead_tokens < passes * self[0].chunk_tokens
 
     @property
     def takes_nothing(self) -> bool:
-        """Whether no rank would begin a request sent now."""
+        """Whether no rank would begin a request sent now: all are stalled or unanswered."""
         # The first rank is nearly always the answer, and this is asked very often.
         return self[0].takes_nothing and all(rank.takes_nothing for rank in self)
 
     def c_avail(self, passes: int = 1) -> list[int]:
-        """Return C_avail per rank for the next pass to be launched (paper section 4.2.1) in charged
-        tokens, like everything compared with it. For several passes: the room in all of them, at
-        most one chunk. Zero where a pass is full by its number of requests."""
+        """Return C_avail per rank for the next pass to be launched (paper section 4.2.1), in
+        charged tokens. Zero or less where the pass is full, also by its number of requests. For
+        several passes: the room in all of them, at most one chunk."""
         chunk = self[0].chunk_tokens
         room = [passes * chunk - ahead for ahead in self.ahead_tokens]
         if passes == 1:
@@ -130,34 +131,37 @@ class Ranks(list[PrefillRank]):
         return [min(chunk, *pair) for pair in zip(room, most, strict=True)]
 
     def places(self, passes: int = 1) -> Sequence[float]:
-        """Return the number of requests per rank that the pass can still take; infinite if it is
-        unlimited."""
+        """Return how many more requests each rank can take in the next ``passes`` passes, at most
+        the limit of one pass; infinity if passes have no request limit."""
         most = self[0].most_requests
         if not most:
             return [math.inf] * len(self)
         return [max(0, min(most, passes * most - rank.backlog_requests)) for rank in self]
 
     def capacity_of(self, mean_tokens: float) -> float:
-        """Return the tokens of a pass with the largest number of requests of this mean length."""
+        """Return the most tokens that a pass over all ranks can have with requests of this mean
+        length: full chunks, or fewer because of the request limit."""
         tokens, most = len(self) * self[0].chunk_tokens, len(self) * self[0].most_requests
         return min(tokens, most * mean_tokens) if most else tokens
 
     @property
     def ended_id(self) -> int:
-        """Newest pass with a reported end, of any rank."""
+        """Forward id of the newest pass whose end any rank has reported; -1 before the first."""
         return max([rank.last_forward_id for rank in self])
 
     def pairs(self, tokens: Sequence[int]) -> list[float]:
-        """Return the attention pairs of each rank's next tokens."""
+        """Return the attention pairs of the next ``tokens`` of each rank."""
         return [rank.pairs(mine) for rank, mine in zip(self, tokens, strict=True)]
 
     def compute(self, tokens: Sequence[int]) -> list[float]:
-        """Advance the prompts by a pass with these tokens; return the attention pairs per rank."""
+        """Advance the ranks' prompts by a pass with these tokens per rank; return its attention
+        pairs per rank."""
         return [rank.compute(mine) for rank, mine in zip(self, tokens, strict=True)]
 
     def take_pass(self, model: ForwardModel, start_s: float, now_s: float, unknown: Sent) -> Pass:
-        """Form the pass that is presumed launched at ``start_s``: first come, first served per
-        rank, up to the chunk. ``unknown``: batch of requests without one."""
+        """Take requests first come first served, up to each rank's chunk, and return the pass that
+        is presumed launched with them at ``start_s``. ``unknown``: the batch to record for requests
+        without one."""
         parts = [rank.take_chunk(rank.chunk_tokens) for rank in self]
         tokens = [of_queue + of_flight for of_queue, of_flight, _ in parts]
         landed = {request.rid: request for _, _, requests in parts for request in requests}

@@ -22,11 +22,11 @@ from sglang_sbs.scheduling.received.report_cursor import SILENT_S, Taken
 from sglang_sbs.wire import EndForward
 
 _CREDIT = 10.0
-"""Limit on the forward time of an instance not yet observed, in default forward times."""
+"""Device time that an instance may have used before it was observed, in default forward times."""
 
 
 class Reports:
-    """Reads the reports of one instance."""
+    """Applies the EndForward reports of one instance to its ranks and passes."""
 
     def __init__(self, ranks: Ranks, passes: Passes, moves: Moves, t_default_s: float) -> None:
         self._ranks = ranks
@@ -34,7 +34,7 @@ class Reports:
         self._moves = moves
         self._device = DeviceTime(t_default_s)
         self._presumed_id = -1
-        """Newest pass reported by one rank for all ranks."""
+        """Forward id of the newest pass that was applied to all ranks from one rank's report."""
 
     def read(
         self,
@@ -45,9 +45,10 @@ class Reports:
         lost_s: float,
         strays: Sequence[Stray],
     ) -> Observation:
-        """Replace assumptions by a rank's report. ``lost_s``: age at which a request that the rank
-        has not named no longer counts. ``strays``: requests named by the rank and assumed
-        elsewhere."""
+        """Replace assumptions by a rank's report, and return the samples in it. ``taken``: whether
+        the engine restarted, and acceptances in lost messages. ``lost_s``: age at which a request
+        that the rank has not named no longer counts. ``strays``: requests that the rank names and
+        that are assumed elsewhere."""
         rank, passes = self._ranks[report.dp_rank], self._passes
         if taken.restarted:
             self._on_restart(rank)
@@ -94,7 +95,8 @@ class Reports:
         return learned
 
     def _on_restart(self, rank: PrefillRank) -> None:
-        """Handle another boot id: forward ids start anew, and the rank's requests are lost."""
+        """Handle a new boot id of a rank: forward ids start anew, and its requests are lost unless
+        they were sent after the instance went down."""
         if not rank.clean:
             rank.forget()
             rank.prompts.clear()
@@ -102,7 +104,7 @@ class Reports:
         self._forget_ids()
 
     def _forget_ids(self) -> None:
-        """Forget passes, because forward ids start anew."""
+        """Forget all passes and forward ids of the instance, because ids start anew."""
         self._passes.clear()
         self._presumed_id = -1
         self._passes.pause.forget_ids()
@@ -110,7 +112,8 @@ class Reports:
             rank.new_boot()
 
     def _plausible(self, rank: PrefillRank, report: EndForward) -> EndForward:
-        """Clamp a report to possible values. Earlier reports may have been forged as well."""
+        """Return the report clamped to possible values. If it shows that an earlier report was
+        false, forget all passes first."""
         if rank.contradicts(report):
             self._forget_ids()
         most = 2 * rank.chunk_tokens
@@ -120,7 +123,8 @@ class Reports:
         return within_limits(report, most, len(self._ranks))
 
     def _forget_silent(self, before_s: float) -> None:
-        """Discard reports of ranks that are silent while others report."""
+        """Discard the last reports of ranks that have not reported since ``before_s`` while others
+        have."""
         ranks = self._ranks
         silent = [rank for rank in ranks if (rank.cursor.reported_s or before_s) < before_s]
         if silent:
@@ -131,8 +135,8 @@ class Reports:
                 rank.fell_silent()
 
     def _take_presumed_back(self) -> None:
-        """Replace presumed passes by a report; requests not acknowledged by any rank are in flight
-        again."""
+        """Drop all presumed passes, because a report replaces them. Their unacknowledged requests
+        are in flight again."""
         presumed = self._passes.take_presumed()
         for index, rank in enumerate(self._ranks if presumed else ()):
             rank.take_back(index, presumed)
@@ -156,7 +160,8 @@ class Reports:
         return learned
 
     def _vector(self, report: EndForward) -> list[int]:
-        """Return the tokens of the reported pass per rank, as far as they are known."""
+        """Return the tokens of the reported pass per rank; 0 for other ranks if the report has only
+        its own."""
         if report.tokens_per_rank is not None:
             return list(report.tokens_per_rank)
         mine = report.dp_rank
@@ -170,7 +175,7 @@ class Reports:
         return start_s if known is None else min(start_s, known.start_s)
 
     def _learn_pause(self, report: EndForward, launch_s: float) -> None:
-        """Learn from a launch that only the engine itself delayed."""
+        """Learn the engine's pause from a launch report if only the engine delayed the launch."""
         passes = self._passes
         if not passes.ended or report.forward_id <= self._ranks.ended_id or passes.reported:
             return
@@ -228,7 +233,7 @@ class Reports:
             passes.model.observe(tokens, report.forward_s, pairs)
 
     def _presume_of_all(self, report: EndForward) -> None:
-        """Apply one rank's report of a pass to all ranks that share the barrier."""
+        """Presume that all ranks run a pass that one reports, because they share a barrier."""
         of_pass = report.kind in ("launch", "forward") and report.forward_id > self._presumed_id
         if of_pass and report.tokens_per_rank is not None:
             self._presumed_id = report.forward_id
@@ -254,21 +259,22 @@ def within_limits(report: EndForward, most_tokens: int, dp_size: int) -> EndForw
 
 
 class DeviceTime:
-    """Limits one instance's forward times to the time that passed while it was observed, plus a
-    little for the pass running at the beginning."""
+    """Rejects forward times of one instance that add up to more than the time it was observed, plus
+    a limited credit for the time before."""
 
     def __init__(self, t_default_s: float) -> None:
         self._most_s = self._credit_s = _CREDIT * t_default_s
         self._last_report_s: float | None = None
 
     def on_report(self, now_s: float) -> None:
-        """Record a report; the time since the last one may have been a single pass."""
+        """Add the time since the last report to the credit, as it may have been a single pass."""
         since_s = 0.0 if self._last_report_s is None else now_s - self._last_report_s
         self._credit_s = min(self._credit_s, self._most_s) + since_s
         self._last_report_s = now_s
 
     def spend(self, forward_s: float) -> bool:
-        """Record a pass of this duration; return whether it is possible."""
+        """Subtract a pass's duration from the credit. Returns False, with no change, if the credit
+        is less: the forward time is implausible."""
         if forward_s > self._credit_s:
             return False
         self._credit_s -= forward_s

@@ -13,18 +13,18 @@ from sglang_sbs.scheduling.prefill.completion import RankPrompt
 
 @dataclass(slots=True)
 class Sent:
-    """Dispatch of a batch; each of its requests refers to it."""
+    """Dispatch of a batch; all records of its requests refer to this object."""
 
     at_s: float
     to_idle: bool = False
-    """The instance was idle, so its next launch is caused by this batch alone."""
+    """Whether the instance was idle, so that this batch alone causes its next launch."""
     joins: bool = False
-    """Another batch was already on its way."""
+    """Whether another batch was already on its way to the instance."""
     requests: int = 1
     left_s: float = -math.inf
-    """Time when its last request has left, as they leave one after the other."""
+    """Time when its last request left the router; requests leave one after the other."""
     sampled: bool = False
-    """Its latency was sampled."""
+    """Its dispatch latency was sampled."""
 
     def __post_init__(self) -> None:
         self.left_s = max(self.at_s, self.left_s)
@@ -32,18 +32,19 @@ class Sent:
 
 @dataclass(slots=True, eq=False)
 class PrefillRequest(RankPrompt):
-    """A request dispatched to a DP rank, and the progress of its prompt by the reported passes. All
-    records of the rank refer to the same object."""
+    """A request dispatched to a DP rank, and how far reported passes have computed its prompt. All
+    collections of the rank share this object."""
 
     tokens: int = 0
     """Uncached tokens of the prompt at dispatch."""
     flight_tokens: int = 0
-    """While it is in flight: tokens that no presumed pass computes."""
+    """Tokens not taken by any presumed pass; only valid while the request is in flight."""
     sent: Sent | None = None
     """Its batch, while it is in flight or presumed launched. None: its launch gives no sample,
     because another scheduler sent it, or the instance was silent since."""
     presumed_id: int = -1
-    """While its acceptance is presumed: the first pass presumed to contain part of it."""
+    """Forward id of the pass in which another rank's report implies that this request started (see
+    :mod:`.rank`, Presumptions). Valid while it is in ``PrefillRank.presumed``; -1: never was."""
 
     @classmethod
     def of(cls, rid: str, prompt_tokens: int, cached_tokens: int = 0) -> PrefillRequest:
@@ -53,17 +54,17 @@ class PrefillRequest(RankPrompt):
 
 
 class Flight:
-    """Requests in flight, oldest first, with totals in constant time."""
+    """Requests in flight to one rank, oldest first, with running totals of their tokens."""
 
     __slots__ = ("_page", "charged", "requests", "total")
 
     def __init__(self) -> None:
         self.requests: dict[str, PrefillRequest] = {}
-        """Do not change it from outside."""
+        """The requests by id, oldest first. Do not change it from outside."""
         self._page = 1
         self.total = 0
         self.charged = 0
-        """Total in whole pages per request."""
+        """Total tokens, with each request rounded up to whole pages."""
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -75,12 +76,12 @@ class Flight:
         return iter(self.requests.values())
 
     def set_page(self, page: int) -> None:
-        """Charge pages of this many tokens from now on."""
+        """Set the page size in tokens, and recompute :attr:`charged`."""
         self._page = page
         self.charged = self._charge(self)
 
     def add(self, request: PrefillRequest) -> None:
-        """Add a whole request as the newest."""
+        """Add a request as the newest, with all of its tokens in flight."""
         self.pop(request.rid)
         request.flight_tokens = request.tokens
         self.requests[request.rid] = request

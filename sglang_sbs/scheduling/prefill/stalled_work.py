@@ -1,7 +1,7 @@
 """Detects work at a prefill DP rank that no forward pass takes.
 
-A rank looks free, because nothing runs there, if its KV pool is full, if its KV transfers do not
-end, or if it is paused. SGLang cannot form a batch (``NO_TOKEN`` in ``schedule_policy.py``; sglang
+A rank whose KV pool is full, whose KV transfers do not end, or that is paused looks free, because
+nothing runs there. But SGLang cannot form a batch (``NO_TOKEN`` in ``schedule_policy.py``; sglang
 #38478), and new requests only lengthen its queue."""
 
 from __future__ import annotations
@@ -10,19 +10,20 @@ from sglang_sbs.wire import EndForward
 
 # SGLang fault: pool-full-looks-idle
 LEAST_S = 1.0
-"""Work is stalled after this long without a pass, or after :data:`PASSES` of its passes if that is
-longer. An idle rank sends a heartbeat once a second."""
+"""Seconds without a pass after which waiting work is stalled; :data:`PASSES` apply if longer. An
+idle rank sends a heartbeat once a second."""
 PASSES = 3.0
 
 
 class StalledWork:
-    """State of one rank; pass it every EndForward of the rank."""
+    """Whether the waiting work of one rank is stalled. :meth:`observe` needs every EndForward of
+    the rank."""
 
     __slots__ = ("_since_s", "cause")
 
     def __init__(self) -> None:
         self.cause = ""
-        """Reason why the rank takes nothing, in words; empty if it does."""
+        """Why no pass takes the waiting work, in words; empty if it is not stalled."""
         self._since_s: float | None = None
 
     def clear(self) -> None:
@@ -41,7 +42,8 @@ class StalledWork:
 
 
 def cause_of(report: EndForward) -> str:
-    """Return what a rank that takes no waiting work lacks, as far as its report shows."""
+    """Return the probable reason, in words, why no pass takes a rank's waiting requests, from its
+    report."""
     used, capacity = report.kv_tokens, report.kv_capacity_tokens
     wanted = report.waiting_tokens / max(1, report.waiting_requests)
     full = capacity > 0 and capacity - used < wanted

@@ -1,1 +1,1 @@
-"""Records which DP ranks hold which KV blocks."""
+"""Index of the KV blocks that each prefill DP rank has cached."""

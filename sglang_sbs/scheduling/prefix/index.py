@@ -3,10 +3,10 @@
 How it works
 ------------
 The name of a block depends on its tokens and on all tokens before them (as in SGLang's KV events).
-So a prompt is a list of names, and a rank's hit is the leading names that the rank holds. The table
-maps a name to a bit mask of ranks. A cache drops leaves before their parents, so the ranks that
-hold the k-th block hold all blocks before it. A binary search finds how deep each rank's hit is: a
-prompt of a thousand blocks takes some ten steps for each different depth.
+So a prompt is a list of names, and a rank's hit is the number of leading names that it holds. A
+table maps each name to a bit mask of ranks. A cache drops leaves before their parents, so the ranks
+that hold the k-th block hold all blocks before it. A binary search finds how deep each rank's hit
+is: a prompt of a thousand blocks takes some ten steps for each different depth.
 
 There are three sources for the blocks that a rank holds:
 
@@ -58,37 +58,38 @@ from sglang_sbs.scheduling.prefix.tables import (
 )
 
 CONFIRMED_S = 2.0
-"""Time after prefill until unpublished claims lapse, for ranks with KV events."""
+"""With KV events: seconds after prefill until claims that the rank has not published lapse."""
 APPROXIMATE_TTL_S = 600.0
 _SAME_CLAIM_S = 1.0
-"""Without KV events blocks are claimed at the predicted end of their pass, and again at prefill's
-answer if that comes later than this. Claims take most of the time that the index costs."""
+"""Seconds after a claim within which the same blocks are not claimed again, because claims take
+most of the index's time. Without KV events, blocks are claimed at the predicted end of their pass,
+and again at prefill's answer."""
 DEFAULT_CAPACITY_TOKENS = 262_144
-"""Assumed KV capacity of a rank that does not report it."""
+"""Assumed KV capacity of a rank whose engine does not report it, in tokens."""
 _SWEEP = 2_000
-"""Entries swept per call."""
+"""Table entries from which retired ranks' bits are removed per :meth:`PrefixIndex.advance`."""
 _STEPS = 4_096
-"""Steps of claims per call. A prompt in pages of one token has more blocks than this."""
+"""Blocks whose claims are entered or withdrawn per call; a long prompt may have more."""
 _MOST_CLAIMS = 8
-"""Number of unfinished claims above which each call does more, so that they cannot pile up."""
+"""Each call does ``_STEPS`` more per this many unfinished claims, so that they cannot pile up."""
 _STORAGE = 1
-"""Bit of the only holder in the table of shared storage."""
+"""Bit in the table of shared storage, which has only one holder."""
 
 
 class PrefixIndex:
-    """Index of cached blocks. Block names are any integers; times are the driver's seconds and must
-    not decrease."""
+    """Index of the KV blocks that prefill DP ranks have cached. Block names are any integers. Times
+    are seconds on the scheduler's clock and must not decrease."""
 
     def __init__(self, *, max_blocks: int = 2_000_000) -> None:
-        """``max_blocks``: limit on table entries, about 200 bytes each with hundreds of ranks."""
+        """``max_blocks``: most entries per table, about 200 bytes each with hundreds of ranks."""
         self.changes = Changes()
-        """Changes after which results of :meth:`find` may differ."""
+        """Counts the changes after which results of :meth:`find` may differ."""
         self._device, self._host, self._shared = (BlockTable(max_blocks) for _ in range(3))
         self._places: dict[InstanceId, Place] = {}
         self._rank_of: dict[int, CachedRank] = {}
-        """Ranks by bit."""
+        """The rank that each bit stands for."""
         self._live: dict[int, int] = {}
-        """Bits of the ranks in use, by block size."""
+        """Bit mask of the ranks of instances that are up, by block size in tokens."""
         self._free_bits: list[int] = []
         self._next_bit = 1
         self._retired = 0
@@ -96,14 +97,13 @@ class PrefixIndex:
         self._to_sweep: list[int] = []
         self._sent: dict[str, SentPrefix] = {}
         self._due: list[tuple[float, str]] = []
-        """Heap of the times when dispatched requests become visible."""
+        """Heap of (time, request id): when the blocks of dispatched requests become visible."""
         self.coming = UpcomingBlocks()
-        """Blocks of requests that are not visible yet, with the changes after which results of
-        :meth:`upcoming` may differ."""
+        """Dispatched requests whose blocks are not visible yet, for :meth:`upcoming`."""
         self._lapsing: deque[tuple[float, CachedRank, Sequence[int]]] = deque()
         self.claiming: deque[Iterator[int]] = deque()
-        """Claims in progress, oldest first, for which :meth:`advance` has work to do now. Each
-        iteration yields the steps taken."""
+        """Claims that are being entered or withdrawn, oldest first; :meth:`advance` continues them.
+        Each iteration yields the number of blocks processed."""
         self._watched: dict[int, list[str]] = {}
         self._appeared: list[str] = []
 
@@ -142,8 +142,8 @@ class PrefixIndex:
         self._on_ranks_change()
 
     def down(self, instance: InstanceId, *, forget_claims: bool = False) -> None:
-        """Stop using an instance for now. Its contents are kept, except claims with
-        ``forget_claims`` if it publishes events."""
+        """Stop using an instance for now; its blocks are kept. ``forget_claims``: forget them if
+        the instance has no KV events."""
         place = self._places.get(instance)
         if place is not None:
             place.is_up = False
@@ -168,7 +168,7 @@ class PrefixIndex:
             self._on_ranks_change()
 
     def restarted(self, instance: InstanceId, rank: int) -> None:
-        """Record a new boot id in EndForward; only needed without KV events."""
+        """Forget all blocks of a rank with a new boot id, unless it publishes KV events."""
         held = self._rank(instance, rank)
         if held is not None and held.place.source == "approximate":
             self.clear(instance, rank)
@@ -201,7 +201,7 @@ class PrefixIndex:
         block_tokens: int,
         visible_s: float,
     ) -> None:
-        """Record a dispatch. Its blocks can be found by others from ``visible_s`` on."""
+        """Record a dispatch; :meth:`find` counts its blocks as cached from ``visible_s`` on."""
         place = self._places.get(instance)
         if place is None or not blocks or not place.takes(block_tokens):
             return
@@ -216,8 +216,8 @@ class PrefixIndex:
         self, rid: str, now_s: float, *, expected_tokens: int = 0, cached_tokens: int | None = None
     ) -> None:
         """Record the end of a prefill; ids that were not :meth:`sent` are ignored.
-        ``expected_tokens``: predicted hit (L_hit). ``cached_tokens``: the hit reported by the
-        engine, if any."""
+        ``expected_tokens``: predicted hit (L_hit). ``cached_tokens``: hit that the engine reported;
+        None: none reported."""
         sent = self._sent.get(rid)
         if sent is None:
             return
@@ -245,8 +245,8 @@ class PrefixIndex:
             self._work()
 
     def find(self, blocks: Sequence[int], block_tokens: int, prompt_tokens: int) -> Hits:
-        """Return the cached tokens of a prompt per rank. A rank computes at least the last
-        token."""
+        """Return the cached tokens of a prompt per rank, in whole blocks. The last token of a
+        prompt never counts, because a rank always computes it."""
         count = min(len(blocks), (prompt_tokens - 1) // block_tokens) if block_tokens else 0
         live = self._live.get(block_tokens, 0)
         if count <= 0 or not live:
@@ -274,7 +274,7 @@ class PrefixIndex:
     def upcoming(
         self, blocks: Sequence[int], block_tokens: int, prompt_tokens: int
     ) -> list[Upcoming]:
-        """Return the ranks that are computing part of the prompt right now for another request."""
+        """Return the ranks that are still computing the start of a prompt for other requests."""
         if not self.coming.begins_like(blocks):
             return []
         count = min(len(blocks), (prompt_tokens - 1) // block_tokens) if block_tokens else 0
@@ -287,8 +287,7 @@ class PrefixIndex:
         ]
 
     def watch(self, block: int, rid: str) -> None:
-        """Let :meth:`take_appeared` report the request once some rank holds this block; none does
-        now."""
+        """Let :meth:`take_appeared` return the request once a rank holds this (missing) block."""
         self._watched.setdefault(block, []).append(rid)
 
     def unwatch(self, block: int, rid: str) -> None:
@@ -299,12 +298,12 @@ class PrefixIndex:
                 del self._watched[block]
 
     def take_appeared(self) -> list[str]:
-        """Return the requests that watch a block which has appeared since the last call."""
+        """Return ids of requests whose watched block has appeared since the last call."""
         appeared, self._appeared = self._appeared, []
         return appeared
 
     def advance(self, now_s: float) -> None:
-        """Start and expire claims, and sweep a little. Cheap when there is nothing to do."""
+        """Enter and withdraw due claims, and sweep a little. Cheap if there is nothing to do."""
         due = self._due
         while due and due[0][0] <= now_s:
             sent = self._sent.get(heappop(due)[1])
@@ -324,8 +323,8 @@ class PrefixIndex:
     def _with_shared(
         self, by_instance: dict[InstanceId, list[int]], best: int, depth: int, block_tokens: int
     ) -> Hits:
-        """Add the ``depth`` leading blocks of a prompt that are in shared storage to the hits of
-        ranks that can load from it."""
+        """Return the hits including the ``depth`` leading blocks in shared storage, for ranks that
+        can load from it. ``best``: best hit without storage, in tokens."""
         tokens = depth * block_tokens
         to_fetch: dict[InstanceId, list[int]] = {}
         for place in self._places.values():
@@ -342,7 +341,7 @@ class PrefixIndex:
     def _set(
         self, table: BlockTable, blocks: Sequence[int], bit: int, root: int | None = None
     ) -> None:
-        """Record that a rank holds these blocks, of a prompt that begins with ``root``."""
+        """Record that a rank holds blocks, of a prompt with first block ``root`` (None: of any)."""
         rooms_made = table.rooms_made
         new, changed = table.add(blocks, bit)
         self.changes.add(changed, root if table.rooms_made == rooms_made else None)
@@ -357,8 +356,7 @@ class PrefixIndex:
     def _published(
         self, instance: InstanceId, rank: int, blocks: Sequence[int], tier: CacheTier
     ) -> CachedRank | None:
-        """Settle a rank's claims on the blocks that it published, and return the rank; None if its
-        events must be ignored."""
+        """Return the rank that published blocks, without claims on them; None: ignore the event."""
         held = self._rank(instance, rank)
         if held is None or held.place.source != "events":
             return None
@@ -370,7 +368,7 @@ class PrefixIndex:
     # Claims -------------------------------------------------------------------------------
 
     def _held(self, sent: SentPrefix) -> CachedRank | None:
-        """Return the rank a request went to, unless the instance was replaced."""
+        """Return the rank that a request was sent to; None: its instance was replaced."""
         held = self._rank(sent.place.id, sent.rank)
         return held if held is not None and held.place is sent.place else None
 
@@ -398,7 +396,7 @@ class PrefixIndex:
                 self.claiming.popleft()
 
     def _claimed(self, held: CachedRank, blocks: Sequence[int], now_s: float) -> Iterator[int]:
-        """Claim blocks that the rank is going to publish."""
+        """Claim blocks for a rank that is going to publish them, by steps."""
         for part in self._parts_of(held, slices_of(blocks)):
             new = [block for block in part if not self._device.get(block) & held.bit]
             self._set(self._device, new, held.bit, blocks[0])
@@ -406,7 +404,7 @@ class PrefixIndex:
             yield len(part)
 
     def _presumed(self, held: CachedRank, blocks: Sequence[int], now_s: float) -> Iterator[int]:
-        """Claim blocks that the rank holds now and will not publish."""
+        """Claim blocks for a rank that will not publish them, and drop lapsed claims, by steps."""
         place, claims, until_s = held.place, held.claims, now_s + APPROXIMATE_TTL_S
         for part in slices_of(blocks):
             if self._rank_of.get(held.bit) is not held:
@@ -429,7 +427,7 @@ class PrefixIndex:
             yield len(lapsed)
 
     def _unclaimed(self, held: CachedRank, blocks: Sequence[int]) -> Iterator[int]:
-        """Withdraw claims on these blocks that were never published."""
+        """Withdraw a rank's claims on those of these blocks that it never published, by steps."""
         claims = held.claims
         # Start at the end, so that the beginning of the prompt is what remains.
         for part in self._parts_of(held, reversed(slices_of(blocks))):
@@ -440,8 +438,8 @@ class PrefixIndex:
             yield len(part)
 
     def _correct(self, held: CachedRank, rank: int, cached_tokens: int) -> None:
-        """Correct the claims of a rank that had fewer blocks than claimed. Ranks with events report
-        it themselves."""
+        """Correct the claims of a rank without KV events, where a request found fewer tokens than
+        claimed: clear the rank if nothing was found, otherwise lower its capacity."""
         place = held.place
         if place.source != "approximate":
             return
@@ -482,7 +480,7 @@ class PrefixIndex:
     def _parts_of(
         self, held: CachedRank, parts: Iterable[Sequence[int]]
     ) -> Iterator[Sequence[int]]:
-        """Yield the parts while the rank is still the same: its bit may have been reused."""
+        """Yield the parts until the rank is retired, because its bit may be reused then."""
         return takewhile(lambda _: self._rank_of.get(held.bit) is held, parts)
 
     def _sweep(self) -> None:

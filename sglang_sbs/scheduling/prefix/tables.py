@@ -1,4 +1,5 @@
-"""Large tables of blocks, processed in slices and bounded."""
+"""Bounded tables of KV blocks and the ranks that hold them, and helpers that process long block
+lists in slices."""
 
 from __future__ import annotations
 
@@ -8,16 +9,17 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, chain, islice
 
 SLICE = 2_048
-"""Blocks processed without a pause."""
+"""Number of blocks processed in one step."""
 _PARTS = 64
 _SLOTS = 1 << 10
 _DROPPED_SHARE = 64
-"""A full part drops one of this many blocks."""
+"""When the table is full, a part drops its oldest blocks: one in this many."""
 
 
 class BlockTable:
-    """Maps each block to a bit mask of the ranks that hold it, bounded. It consists of many dicts
-    of different sizes, because a dict of a million blocks takes a quarter of a second to grow."""
+    """Maps each block to a bit mask of the ranks that hold it, for at most ``max_blocks`` blocks.
+    It consists of many dicts of different sizes, because a dict of a million blocks takes a quarter
+    of a second to grow."""
 
     def __init__(self, max_blocks: int) -> None:
         self._max_blocks = max_blocks
@@ -30,9 +32,9 @@ class BlockTable:
         self._part_of_slot = bytes(bisect_right(ends, slot) for slot in range(_SLOTS))
         self._blocks = 0
         self._full = 0
-        """The part in which room is made next."""
+        """Index of the part that drops blocks next."""
         self.rooms_made = 0
-        """Number of times that blocks were dropped to make room."""
+        """How often blocks were dropped to make room."""
 
     def __len__(self) -> int:
         return self._blocks
@@ -41,12 +43,12 @@ class BlockTable:
         return chain.from_iterable(self._parts)
 
     def get(self, block: int) -> int:
-        """Return the bits of the ranks that hold the block; 0: none."""
+        """Return the bit mask of the ranks that hold a block; 0: none."""
         return self._parts[self._part_of_slot[block % _SLOTS]].get(block, 0)
 
     def add(self, blocks: Sequence[int], bit: int) -> tuple[list[int], int]:
-        """Record that the rank holds these blocks. Returns those that were new to the table, and
-        the number of changes."""
+        """Record that the rank ``bit`` holds these blocks. Returns the blocks that are new to the
+        table, and the number of blocks that are new for this rank."""
         parts, of_slot = self._parts, self._part_of_slot
         new = []
         changed = 0
@@ -70,7 +72,8 @@ class BlockTable:
         return new, changed + len(new)
 
     def take(self, blocks: Sequence[int], bits: int) -> int:
-        """Record that the ranks no longer hold these blocks; return the number of changes."""
+        """Record that the ranks in the mask ``bits`` no longer hold these blocks. Returns the
+        number of blocks that any of these ranks held."""
         parts, of_slot = self._parts, self._part_of_slot
         changed = 0
         for block in blocks:
@@ -86,8 +89,8 @@ class BlockTable:
         return changed
 
     def _make_room(self) -> None:
-        """Drop the oldest blocks of a part, but only half of those that several ranks hold. Drop
-        many at once: a dict finds its oldest entry in linear time."""
+        """Drop the oldest blocks of one part; of those that several ranks hold, only about half.
+        Many are dropped at once, because a dict finds its oldest entry in linear time."""
         self.rooms_made += 1
         part = self._parts[self._full]
         self._full = (self._full + 1) % len(self._parts)
@@ -102,14 +105,15 @@ class BlockTable:
 
 
 def slices_of(blocks: Sequence[int]) -> list[Sequence[int]]:
-    """Split into slices of at most ``SLICE`` blocks, in order."""
+    """Split a list into slices of at most ``SLICE`` blocks, in order."""
     if 0 < len(blocks) <= SLICE:
         return [blocks]
     return [blocks[at : at + SLICE] for at in range(0, len(blocks), SLICE)]
 
 
 def take_lapsed(claims: OrderedDict[int, float], now_s: float, most: int) -> list[int]:
-    """Remove and return some of the oldest claims: those that expired, and those above ``most``."""
+    """Remove the oldest claims that have expired, or that exceed ``most`` claims, and return their
+    blocks; at most ``SLICE`` per call. ``claims``: expiry time by block, oldest first."""
     lapsed: list[int] = []
     for block, until_s in islice(claims.items(), SLICE):
         if until_s > now_s and len(claims) - len(lapsed) <= most:
@@ -121,7 +125,7 @@ def take_lapsed(claims: OrderedDict[int, float], now_s: float, most: int) -> lis
 
 
 def bits_of(mask: int) -> Iterator[int]:
-    """Yield each bit that is set, lowest first."""
+    """Yield each set bit of a mask as an integer (a power of two), lowest first."""
     while mask:
         bit = mask & -mask
         mask ^= bit
@@ -131,9 +135,9 @@ def bits_of(mask: int) -> Iterator[int]:
 def depths(
     tables: tuple[BlockTable, BlockTable], blocks: Sequence[int], count: int, live: int
 ) -> list[tuple[int, int]]:
-    """Return pairs: a number of leading blocks, and the bits of the ranks that hold exactly that
-    many in either of the two tables. Considers only the first ``count`` blocks and the ``live``
-    ranks."""
+    """Return pairs of a number of leading blocks, at least 1, and the bit mask of the ranks that
+    hold exactly that many in either table (device, host). Considers only the first ``count`` blocks
+    and the ranks in the mask ``live``."""
     device = tables[0].get
     host = tables[1].get if tables[1] else None
     first = device(blocks[0])

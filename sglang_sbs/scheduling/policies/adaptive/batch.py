@@ -20,20 +20,22 @@ from sglang_sbs.scheduling.request import Request
 
 
 class Batch(NamedTuple):
-    """The requests that are chosen for an open pass, in the order of the queue."""
+    """Requests chosen for an open pass (``head``), in the order of the queue, and what their
+    placement on DP ranks needs."""
 
     opening: OpenPass
     affinity: BatchAffinity
     target: Target
     keep_tokens: float
-    """A prompt is split to fill the pass only if more waits than this."""
+    """Prompts are split to fill the pass only while more tokens than this wait."""
     head: Requests
     rest: Requests
-    """Requests that wait for later passes, unless the pass has a hole for a part of one."""
+    """Requests that wait for later passes, unless a part of one fills a hole in this pass."""
 
 
 def choose(view: View, division: Division, moment: CacheAffinity) -> Iterator[Batch]:
-    """Step 5: yield a batch for each open pass in turn. The caller stops when one is placed."""
+    """Yield a batch for each open pass in turn, as long as requests for it are found (step 5 of a
+    decision). The caller stops when one is placed. ``moment``: cached prefixes at this moment."""
     tried = 0
     tries_all = view.learned.long.uneven_chunks or view.by_forecast
     for opening in division.passes:
@@ -48,7 +50,8 @@ def choose(view: View, division: Division, moment: CacheAffinity) -> Iterator[Ba
 
 
 def _batch_for(view: View, filters: _Filters, opening: OpenPass) -> Batch:
-    """The requests that fit into the pass, and those of which a part might."""
+    """Return the batch of requests that fit into a pass (``head``), with those of which a part
+    might (``rest``)."""
     target, keep_tokens = _target(opening), _keep_tokens(view, opening)
     may_split = view.queue.tokens > keep_tokens
     room = sum([max(0, free) for free in target.c_avail])
@@ -64,8 +67,8 @@ def _batch_for(view: View, filters: _Filters, opening: OpenPass) -> Batch:
 def _take(
     requests: Iterator[Request], instance: PrefillInstance, most_tokens: int, most: float
 ) -> tuple[Requests, int]:
-    """The next requests until there are as many, or they have as many charged tokens; and their
-    tokens."""
+    """Take requests until there are ``most`` of them, or they have ``most_tokens`` charged tokens
+    on the instance. Returns them and their charged tokens."""
     taken: Requests = []
     tokens = 0
     while tokens < most_tokens and len(taken) < most:
@@ -78,8 +81,8 @@ def _take(
 
 
 def _target(opening: OpenPass) -> Target:
-    """The ranks of the pass. Of equally empty ones the rank that was ever sent the fewest tokens is
-    taken, so that all caches fill alike."""
+    """Return the ranks of the pass with their room. Of equally empty ranks, those that were sent
+    the fewest tokens so far come first, so that all caches fill alike."""
     instance, ranks = opening.instance, opening.instance.ranks
     return Target(
         instance.id,
@@ -92,10 +95,10 @@ def _target(opening: OpenPass) -> Target:
 
 
 def _keep_tokens(view: View, opening: OpenPass) -> float:
-    """Return the number of waiting tokens above which prompts are split to fill the pass: as many
-    as the other instances can take, because a split prompt needs one more pass. Under overlap
-    scheduling it is one pass of all instances more, because the rest of a split prompt gets a pass
-    almost of its own."""
+    """Return the number of waiting tokens above which prompts are split to fill the pass: what the
+    other instances can take in a pass, because a split prompt needs one more pass. Under overlap
+    scheduling a pass of all instances is added, because the rest of a split prompt gets a pass
+    almost of its own. Infinity: never split."""
     if view.urgent:
         return math.inf  # the rest would be formed at once, without the batch after it
     offered, instance = view.learned.offered, opening.instance
@@ -105,7 +108,7 @@ def _keep_tokens(view: View, opening: OpenPass) -> float:
 
 
 class _Filters:
-    """Decides which requests of the queue may be in a batch."""
+    """Decides which requests of the queue may be in a batch for one instance."""
 
     def __init__(self, view: View, affinity: BatchAffinity, instance: PrefillInstance) -> None:
         # In attributes of its own, as each waiting request is looked at.
@@ -116,11 +119,12 @@ class _Filters:
         self._patient_s = view.at.now_s + TUNING.epsilon_s - view.learned.hold_s
         self._refused = 0
         self.forbidden = 0
-        """Requests that must not go to the instance."""
+        """Number of requests found that must not go to the instance."""
 
     def suitable(self) -> Iterator[Request]:
-        """The requests that may be in the batch, until the decision has looked at enough that may
-        not."""
+        """Yield the requests that may be in the batch, in the order of the queue, and note on the
+        others why they wait. Stops when enough were left for other instances, or lack decode
+        room."""
         for request in self._view.queue.in_order():
             left = self._skip(request)
             if left is None:

@@ -1,14 +1,14 @@
-"""The value of a cached prefix when a batch is formed for one instance.
+"""Weighs cached prefixes when a batch is formed for an instance.
 
-A :class:`CacheAffinity` belongs to one moment. Each batch that is tried at that moment has a
-:class:`BatchAffinity`.
+A :class:`CacheAffinity` holds for all decisions at one moment. Each batch that is tried at that
+moment has a :class:`BatchAffinity`.
 
-A rank is judged by when the request would be done there (:class:`.NextPass`), plus what its
-computation costs others. ``x`` uncached tokens take ``x * slope / dp`` of an instance's time, and
-their attention likewise. That delays every request that arrives while the instance catches up, and
-more so at a higher load. So an idle cluster computes prefixes again, and a busy one waits for them.
-All requests that share a prefix share the price of having it in one more place. No request waits
-for less than ``Tuning.least_hit_share`` of a chunk.
+The cost of a rank is the time until the request would be done there (:class:`.NextPass`), plus the
+delay of others. ``x`` uncached tokens take ``x * slope / dp`` of an instance's time, and their
+attention likewise. That delays every request that arrives while the instance catches up, and more
+so at a higher load. So an idle cluster recomputes prefixes, and a busy one waits for them. All
+requests that share a prefix share the cost of having it in one more place. No request waits for a
+prefix of less than ``Tuning.least_hit_share`` of a chunk.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ from sglang_sbs.scheduling.reasons import WaitReason
 from sglang_sbs.scheduling.request import Request
 
 Better = tuple[InstanceId, float | None, float | None]
-"""Where a request waits for a pass, until when (the scheduler's clock), and how much less it is
-predicted to cost there, seconds. Empty and None: unknown."""
+"""Instance for which a request waits (empty: none), time until which it waits, on the scheduler's
+clock (None: unknown), and how many seconds less it is predicted to cost there (None: unknown)."""
 
 
 class _Best(NamedTuple):
-    """Place where a request costs least. The cost, in seconds, includes the delay of others."""
+    """Instance and DP rank where a request costs least. ``cost_s``: time at which it would be done,
+    plus the weighted delay of others."""
 
     cost_s: float
     instance: InstanceId
@@ -45,14 +46,15 @@ class _Best(NamedTuple):
 
 
 class _Coming(NamedTuple):
-    """Whether it pays to wait for ranks that are computing a part of a prompt."""
+    """Cached answer of :meth:`CacheAffinity.is_coming`: whether it pays to wait for the ranks that
+    are computing a part of a prompt (``upcoming``)."""
 
     upcoming: Sequence[Upcoming]
     pays: bool
 
 
 class CacheAffinity:
-    """Ranks instances for each request at one moment; shared by all batches tried then."""
+    """Ranks the instances for each request at one moment; shared by all batches tried then."""
 
     def __init__(
         self,
@@ -64,8 +66,8 @@ class CacheAffinity:
     ) -> None:
         """
         Args:
-            by_id: all instances.
-            first: see :meth:`starts_with`.
+            by_id: all instances that are up.
+            first: instance that starts first of those that a batch could go to.
             load: share of the cluster's time in use, below 1, including waiting requests.
         """
         self.at = at
@@ -73,51 +75,51 @@ class CacheAffinity:
         self._first = first
         self._weight = TUNING.again_weight * load**2 / (1 - load)
         self._next_passes: dict[InstanceId, NextPass] = {}
-        """These count the requests that were left for them."""
+        """Next passes including requests that were left for them, by instance."""
         self._plain: dict[InstanceId, NextPass] = {}
-        """These count none, and are forgotten by :meth:`starts_with`."""
+        """Next passes without requests left for them, by instance, until :meth:`starts_with`."""
         self._best: dict[str, _Best] = {}
         self._wanted: set[InstanceId] = set()
         self._coming: dict[str, _Coming] = {}
         self.wake_s = math.inf
-        """Earliest time at which a prefix that a request waits for will be cached."""
+        """Earliest time at which an awaited prefix will be cached; infinity: none is awaited."""
         self._sharing: defaultdict[int | None, set[str]] = defaultdict(set)
-        """Requests that were looked at, by the prefix they share."""
+        """Ids of the requests that :meth:`look_at` has counted, by the cached prefix they share."""
         self.deferred = 0
         """Number of times that a request was left for another instance, or for a prefix that is
         being computed."""
 
     def starts_with(self, first: PrefillInstance) -> None:
-        """Set the instance that starts first, of those that the next batch could go to."""
+        """Set the instance that starts first of those that the next batch could go to."""
         self._first = first
         self._plain = {}
 
     def defer(self) -> None:
-        """Count a request that was left, see :attr:`deferred`."""
+        """Count a request that was left for another instance or a prefix (:attr:`deferred`)."""
         self.deferred += 1
 
     def next_pass(self, instance: PrefillInstance) -> NextPass:
-        """The pass that a request sent now would be in, behind the requests that were left for it
-        at this moment. Every later question at this moment gets the same object."""
+        """Return the pass that a request sent now would be in, behind the requests that were left
+        for it at this moment. All calls at this moment return the same object."""
         return self._next_passes.setdefault(instance.id, self.peek(instance))
 
     def peek(self, instance: PrefillInstance) -> NextPass:
-        """The same, but no request is going to be left for it: later questions may get another
-        object."""
+        """Return the same as :meth:`next_pass`, for reading only: no request may be added to it,
+        because later calls may return another object."""
         known = self._next_passes.get(instance.id) or self._plain.get(instance.id)
         if known is None:
             known = self._plain[instance.id] = instance.next_pass(self.at.starts_s(instance)[0])
         return known
 
     def look_at(self, request: Request) -> None:
-        """Count a waiting request with those that share its prefix. All of them share the price of
-        computing it again."""
+        """Count a waiting request with those that share its cached prefix, among which the cost of
+        recomputing the prefix is divided."""
         if request.hits.best_tokens:
             self._sharing[request.cached_until].add(request.rid)
 
     def on_dispatched(self, instance: PrefillInstance) -> None:
-        """Forget the next pass of an instance: a batch leaves for it, and another decision follows
-        at the same moment."""
+        """Forget the next pass of an instance for which a batch leaves, because another decision
+        follows at the same moment."""
         self._next_passes.pop(instance.id, None)
         self._plain.pop(instance.id, None)
 
@@ -153,8 +155,8 @@ class CacheAffinity:
         return False
 
     def best_for(self, request: Request) -> _Best:
-        """Return the best place among the first instance and those with a part of the prompt
-        cached."""
+        """Return the best place for a request, on the first instance or one with a part of the
+        prompt cached. In the latter case the request is added to that instance's next pass."""
         best = self._best.get(request.rid)
         if best is None:
             hits = request.hits.by_instance
@@ -168,11 +170,12 @@ class CacheAffinity:
         return best
 
     def best_on(self, request: Request, instance: PrefillInstance) -> _Best:
-        """The best rank of an instance, where requests may be left for it."""
+        """Return the best rank of an instance; the instance's next pass is kept
+        (:meth:`next_pass`)."""
         return self._best_in(request, self.next_pass(instance), instance.id)
 
     def glance(self, request: Request, instance: PrefillInstance) -> _Best:
-        """The same where none is (:meth:`peek`)."""
+        """Return the best rank of an instance without keeping its next pass (:meth:`peek`)."""
         return self._best_in(request, self.peek(instance), instance.id)
 
     def _best_in(self, request: Request, there: NextPass, name: InstanceId) -> _Best:
@@ -186,9 +189,10 @@ class CacheAffinity:
     def cost_s(
         self, request: Request, there: NextPass, rank: int, cached: int, ahead: int | None = None
     ) -> float:
-        """Return the time from the start of the pass until a request is done on a rank, plus the
-        delay of others. Tokens that are computed again are cached there afterwards, so their cost
-        is divided among the requests that share them. ``ahead``: see :meth:`.NextPass.done_s`."""
+        """Return the seconds from the start of the pass until a request is done on a rank with
+        ``cached`` tokens of it, plus the weighted delay of others. Recomputed tokens are cached
+        there afterwards, so their cost is divided among the requests that share them. ``ahead``:
+        charged tokens ahead of it; None: those of ``there``."""
         done_s = there.done_s(rank, request.prompt_tokens - cached, cached, ahead)
         again = request.prompt_tokens - cached - request.uncached_tokens
         if not again:
@@ -203,8 +207,9 @@ class CacheAffinity:
 def rank_by_affinity(
     view: View, passes: Sequence[OpenPass], last: CacheAffinity | None
 ) -> CacheAffinity:
-    """Step 4: where each request is best off. All batches that leave at one moment share the
-    ranking, so it is the ``last`` one if that was of this moment."""
+    """Return the ranking of instances by cached prefixes at this moment (step 4 of a decision).
+    That is ``last``, updated, if it is of the same moment, because all batches that leave at one
+    moment share it."""
     learned, waiting_tokens = view.learned, view.queue.tokens
     first = passes[0].instance if passes else view.instances[0]
     if last is None or last.at.now_s != view.at.now_s:
@@ -215,15 +220,16 @@ def rank_by_affinity(
 
 
 class BatchAffinity:
-    """Cached prefixes as seen by one batch that is tried for one instance."""
+    """Decides by cached prefixes which requests belong in a batch that is tried for an instance,
+    and on which rank."""
 
     def __init__(self, moment: CacheAffinity, instance: PrefillInstance) -> None:
         self._moment = moment
         self._instance = instance
         self._least_tokens = TUNING.least_hit_share * instance.chunk_tokens
-        """No request waits for less."""
+        """No request waits for a prefix of fewer tokens."""
         self._taken: dict[int, list[Request]] = {}
-        """Requests in the batch, by their first block."""
+        """Requests in the batch so far, by their first block."""
         self.deferred = 0
 
     def skip(self, request: Request) -> WaitReason | None:
@@ -244,7 +250,8 @@ class BatchAffinity:
         return left
 
     def better_for(self, request: Request, left: WaitReason) -> Better:
-        """The place, time and gain that a request waits for, if it was left for this reason."""
+        """Return what a request waits for that was left for this reason: instance, time and gain
+        (:data:`Better`)."""
         if left is WaitReason.BETTER_ELSEWHERE:
             return self._elsewhere(request)
         if left is WaitReason.PREFIX_COMING:
@@ -266,8 +273,8 @@ class BatchAffinity:
         return home.instance, None, here.cost_s - home.cost_s
 
     def _is_elsewhere(self, request: Request) -> bool:
-        """Return whether a request costs less at another instance, which has a part of it
-        cached."""
+        """Return whether a request costs least at another instance that has a part of it cached,
+        and that saves enough tokens to wait for."""
         here, moment = self._instance.id, self._moment
         moment.look_at(request)
         gain = request.uncached_tokens_on(here) - request.uncached_tokens
@@ -307,8 +314,8 @@ class BatchAffinity:
         return min(likely_ranks(ahead, hits, request.hits.to_fetch.get(here.id)), key=cost)
 
     def _is_taken(self, request: Request, twins: Sequence[Request]) -> bool:
-        """Return whether a request should be in the next batch instead, which will find the prefix
-        that a request of this batch computes."""
+        """Return whether a request should be in the next batch instead, which will find a prefix
+        cached that a request of this batch (``twins``) computes."""
         moment = self._moment
         here = moment.next_pass(self._instance)
         least_s = moment.best_on(request, self._instance).cost_s
@@ -325,7 +332,8 @@ class BatchAffinity:
 
 
 class ForecastAffinity(BatchAffinity):
-    """The same, if a forecast (:class:`.Forecast`) has decided where each request goes."""
+    """A :class:`BatchAffinity` for decisions in which a forecast (:class:`.Forecast`) has already
+    chosen each request's instance and rank (``homes``)."""
 
     def __init__(
         self,

@@ -23,33 +23,33 @@ from sglang_sbs.scheduling.prefill.observation import Observation
 
 
 class DispatchLead:
-    """Robbins-Monro estimates of the two quantiles, in seconds, and of the share of a batch that
-    idle instances leave behind. The quantiles forget as they learn, because a step in one direction
-    undoes one in the other."""
+    """Robbins-Monro estimates of the two quantiles whose maximum is the dispatch lead, in seconds,
+    and of the share of a batch that idle instances leave behind. The quantiles forget as they
+    learn, because a step in one direction undoes one in the other."""
 
     def __init__(self) -> None:
         self._idle_s = 0.0
         self.left_behind_s = 0.0
-        """The estimate from split batches."""
+        """The lead's estimate from split batches, in seconds; 0: not learned."""
         self._split_share = 0.0
-        """Usual share of a batch that an idle instance leaves behind: requests arrive one by one,
-        and the engine starts with the first."""
+        """Smoothed share of a batch that misses the launch on an idle instance, 0 to 1: requests
+        arrive one by one, and the engine starts with the first."""
         self._split_s = 0.0
-        """When that share was last updated."""
+        """Time when ``_split_share`` was last updated."""
         self._leaked_s = 0.0
-        """When the left-behind estimate last fell."""
+        """Time of the last :meth:`_leak`."""
 
     def forget(self) -> None:
-        """Discard both quantiles; they are learned anew, starting at the dispatch latency."""
+        """Discard both quantiles, so that the lead starts again at the dispatch latency."""
         self._idle_s = self.left_behind_s = 0.0
 
     def lead_s(self, latency_s: float) -> float:
-        """Return the lead in seconds. ``latency_s``: L_net."""
+        """Return the dispatch lead in seconds, at least L_net (``latency_s``) plus a margin."""
         return max(self._idle_s, self.left_behind_s, latency_s + TUNING.lead_margin_s)
 
     @property
     def whole(self) -> float:
-        """Confidence that a batch starts whole on an idle instance, 0 to 1."""
+        """Confidence that a batch starts whole on an idle instance, 0 to 1, from past batches."""
         return max(0.0, 1 - self._split_share / TUNING.split_most_share)
 
     def observe(
@@ -62,13 +62,14 @@ class DispatchLead:
         latency_s: float,
         pass_s: float,
     ) -> None:
-        """Learn from one launch which of a rank's requests were in time for it (``seen``).
+        """Learn from the samples of a rank's report of a launch (``seen``), which show the requests
+        that were in time for it and those that were not.
 
         Only requests sent about one lead ahead show whether the lead is right. A request sent later
         was expected to be late, and one sent much earlier could not be late.
 
         Args:
-            ranks: DP ranks of the instance. Each reports the launch.
+            ranks: number of DP ranks of the instance; each reports the launch.
             load: share of the time that goes into tokens, 0 to 1.
             latency_s: L_net.
             pass_s: mean forward time.
@@ -105,8 +106,8 @@ class DispatchLead:
 
 
 def _stepped(estimate_s: float, step_s: float, least_s: float, most_s: float) -> float:
-    """Return an estimate after a step. A step up starts from ``least_s`` at least. The estimate may
-    fall below that, so it follows when the latency falls."""
+    """Return an estimate after a step, from 0 to ``most_s``. A step up starts from ``least_s`` at
+    least; steps down may lead below it, so that the estimate follows a falling latency."""
     if step_s > 0:
         estimate_s = max(estimate_s, least_s)
     return min(max(0.0, estimate_s + step_s), most_s)

@@ -1,6 +1,6 @@
-"""Divides the queue among the open passes and later ones. A pass gets a share of the queue or, with
-prompts of several chunks, the requests that cost least there. Must not know when a batch leaves, or
-DP ranks."""
+"""Divides the queue between the open passes and later ones. A pass gets a share of the queue or,
+with prompts of several chunks, the requests that cost least there. Must not know when a batch
+leaves, or DP ranks."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ Requests = list[Request]
 
 
 class Share(NamedTuple):
-    """A division by number: any request may go anywhere, and a batch gets the first requests of the
-    queue. Their number minimizes the sum of predicted completion times."""
+    """Division of the queue by number: any request may go anywhere, and a batch gets the first
+    requests of the queue. Their number minimises the sum of predicted completion times."""
 
     view: View
     openings: Openings
@@ -44,8 +44,8 @@ class Share(NamedTuple):
         return BatchAffinity(moment, instance)
 
     def part(self, opening: OpenPass, head: Requests, rest: Requests) -> tuple[Requests, Requests]:
-        """Return the requests for this pass, the first of those that fit into it (``head``), and
-        the requests left for passes that start later."""
+        """Return the requests for this pass, the first ones of ``head`` (those that fit into it),
+        and the requests left for passes that start later: the others, then ``rest``."""
         view, learned = self.view, self.view.learned
         if len(view.instances) == 1 or opening.passes > 1 or view.overdue:
             return head, rest
@@ -64,14 +64,15 @@ class Share(NamedTuple):
 
 
 class Forecast(NamedTuple):
-    """A division by request: each goes where it costs least (:mod:`.pass_forecast`)."""
+    """Division of the queue by request: each goes to the instance where it costs least
+    (:mod:`.pass_forecast`)."""
 
     openings: Openings
     passes: list[OpenPass]
     homes: Mapping[str, Home]
-    """The chosen place by request id."""
+    """Chosen instance and DP rank by request id."""
     costs_s: Mapping[str, Mapping[InstanceId, float]]
-    """Cost by request id and instance, for each instance that was compared."""
+    """Cost in seconds by request id and instance, for each instance that was compared."""
 
     def affinity(self, moment: CacheAffinity, instance: PrefillInstance) -> BatchAffinity:
         return ForecastAffinity(moment, instance, self.homes, self.costs_s)
@@ -84,7 +85,8 @@ Division: TypeAlias = Share | Forecast
 
 
 def divide(view: View, openings: Openings) -> Division:
-    """Step 3: divide the queue among the open passes and those that start later."""
+    """Divide the queue between the open passes and later ones (step 3 of a decision): by request if
+    prompts of several chunks matter and a pass is open, otherwise by number."""
     if not (view.by_forecast and openings.any):
         return Share(view, openings)
     opened, starts = openings.passes, view.starts
@@ -98,7 +100,7 @@ def divide(view: View, openings: Openings) -> Division:
 
 
 class _Forecasts(dict[InstanceId, PassForecast]):
-    """The next passes of each instance, laid out when they are asked for."""
+    """Forecast of the next passes by instance, computed on first use."""
 
     def __init__(self, view: View, opened: Collection[PrefillInstance]) -> None:
         self._view = view
@@ -115,7 +117,8 @@ class _Forecasts(dict[InstanceId, PassForecast]):
 def _homes(
     view: View, opened: Collection[PrefillInstance]
 ) -> tuple[dict[str, Home], dict[str, dict[InstanceId, float]]]:
-    """Return where each request costs least, now or later, and its costs (:func:`.homes`)."""
+    """Return the instance and rank where each request costs least, and its cost per compared
+    instance in seconds, both by request id (:func:`.homes`)."""
     learned, now_s, instances = view.learned, view.at.now_s, view.instances
     starts = view.starts
     offered, most = learned.offered, TUNING.nearest
@@ -147,10 +150,10 @@ def _homes(
 
 
 def _is_urgent(instance: PrefillInstance, found: Mapping[str, Home]) -> bool:
-    """Whether some request that belongs on this instance should be there as soon as possible. The
-    instance is cutting prompts, so it forms a pass when the one before starts, and a request that
-    is late waits for a whole pass. Where caches settle where requests go, later ones hardly change
-    that."""
+    """Return whether some request with its place on this instance fits into the rank's next pass,
+    and so should leave early. The instance is cutting prompts, so it forms each pass when the one
+    before starts, and a late request waits for a whole pass. Waiting would hardly change the place,
+    because caches decide it."""
     return any(
         home.instance == instance.id
         and instance.ranks[home.rank].ahead_tokens < instance.chunk_tokens

@@ -1,5 +1,5 @@
-"""Describes a decision of the default policy in the words of :mod:`sglang_sbs.scheduling.reasons`.
-Changes only the notes on requests."""
+"""Describes decisions of the default policy in the vocabulary of
+:mod:`sglang_sbs.scheduling.reasons`. Changes only the notes on requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sglang_sbs.scheduling.reasons import Opening, Term, WaitReason
 from sglang_sbs.scheduling.request import Request
 
 Costs = Mapping[str, Mapping[InstanceId, float]]
-"""Seconds, by request id and instance."""
+"""Predicted cost of requests in seconds, by request id and instance."""
 
 
 def _reason_of(view: View, opening: OpenPass) -> str:
@@ -28,8 +28,8 @@ def _reason_of(view: View, opening: OpenPass) -> str:
 def explain(
     view: View, openings: Openings, opening: OpenPass, costs_s: Costs, *, recorded: bool
 ) -> tuple[str, BatchRecord | None]:
-    """The reason of a dispatch, as event logs have it, and if it is recorded what is known of the
-    instance that gets the batch and of those that start first."""
+    """Return the reason of a dispatch, as event logs have it, and its record with the state of the
+    chosen instance and of those that start first (None unless ``recorded``)."""
     reason = _reason_of(view, opening)
     return reason, _record(view, openings, opening, costs_s) if recorded else None
 
@@ -55,8 +55,8 @@ def _record(view: View, openings: Openings, opening: OpenPass, costs_s: Costs) -
 
 
 def _kind(view: View, opening: OpenPass) -> Opening:
-    """Return why the pass is open. If its instance is about to be ready, that is the reason, even
-    if more requests wait than fit."""
+    """Return why the pass is open. For an instance that is about to be ready, that is the reason,
+    even if the queue exceeds its pass."""
     at = view.at
     is_near = at.forms_at_s(opening.instance) - at.now_s <= view.lead_s + TUNING.epsilon_s
     is_full_ahead = opening.kind is Opening.FULL_AHEAD
@@ -64,8 +64,8 @@ def _kind(view: View, opening: OpenPass) -> Opening:
 
 
 def note_opening(request: Request, view: View | None, now_s: float) -> None:
-    """Record which instance was expected to be ready first when a request arrived that none could
-    take. ``view``: None while requests leave at once, without a view of the instances."""
+    """Note on a request that arrived and was not placed which instance is expected to be free
+    first. ``view``: snapshot of the decision; None while requests leave at once."""
     if view is None or view.passes_away > 1:
         note(request, WaitReason.NOT_YET, now_s)
     else:

@@ -1,10 +1,10 @@
 """Decides how many waiting requests leave now, and how many are left for the instance that starts
 next. Must not know the DP ranks of a batch, or when it leaves.
 
-:func:`fair_share` divides tokens as if requests were a fluid. That is wrong with one or two
-requests per DP rank. A pass lasts as long as its heaviest rank, so another short request may cost
-nothing, and a long one as much as all others. Then :func:`best_cut` places the requests in every
-possible division, and returns the one with the smallest sum of completion times."""
+:func:`fair_share` treats tokens as freely divisible. That is wrong with one or two requests per DP
+rank: a pass lasts as long as its heaviest rank, so another short request may cost nothing, and a
+long one as much as all others. In that case :func:`best_cut` tries every split of the requests
+between two passes, and returns the one with the smallest sum of completion times."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sglang_sbs.scheduling.request import Request, uncached_tokens_of
 
 
 class WaitingWork(NamedTuple):
-    """The waiting requests at a moment, and the passes they wait for."""
+    """The waiting requests at one moment (``tokens``: uncached), and the passes they wait for."""
 
     now_s: float
     tokens: int
@@ -29,8 +29,8 @@ class WaitingWork(NamedTuple):
     offered: OfferedLoad
     marginals: Marginals
     whole: float = 1.0
-    """Confidence that batches start whole, 0 to 1. A request that misses its pass is in a pass that
-    the division did not consider."""
+    """Confidence that batches start whole, 0 to 1. A request that misses its pass ends up in one
+    that was not considered."""
 
 
 def fair_share(
@@ -40,13 +40,13 @@ def fair_share(
     start_s: float,
     waiting: WaitingWork,
 ) -> float:
-    """Return how many of the waiting prompt tokens this pass should take; the rest is for later
-    passes.
+    """Return how many of the waiting tokens the next pass of ``instance`` should take; the rest is
+    for other instances.
 
-    The share minimises the sum of completion times over the passes that start next. Let instance i
-    hold h_i tokens already, start a pass delay_i later and get w_i more. A token then completes
-    after delay_i + fixed + slope * (h_i + w_i). At the optimum every instance that takes part has
-    the same marginal cost, the water level:
+    The share minimises the sum of completion times over the passes that start next. Suppose
+    instance i holds h_i tokens already, starts a pass delay_i later and gets w_i more. A token then
+    completes after delay_i + fixed + slope * (h_i + w_i). At the optimum every instance that takes
+    part has the same marginal cost, the water level:
 
         delay_i + pass_i(h_i) + slope_i * h_i + 2 * slope_i * w_i = level
 
@@ -58,7 +58,7 @@ def fair_share(
 
     Args:
         instance: the instance a batch is formed for.
-        others: all other instances, and how much later each starts, the soonest first.
+        others: how many seconds later each other instance starts, and the instance; soonest first.
         waiting_tokens: uncached tokens that wait for any of them.
         start_s: when the pass starts that a batch sent now could be in.
     """
@@ -82,7 +82,7 @@ def fair_share(
 
 
 def prefix(requests: Sequence[Request], tokens: float) -> int:
-    """Return how many of the first requests come closest to this number of tokens."""
+    """Return how many of the first requests have closest to ``tokens`` uncached tokens."""
     taken = 0.0
     for count, request in enumerate(requests):
         if taken + request.uncached_tokens / 2 > tokens:
@@ -92,8 +92,8 @@ def prefix(requests: Sequence[Request], tokens: float) -> int:
 
 
 def cut_of(instance: PrefillInstance, head: Sequence[Request], waiting: WaitingWork) -> int:
-    """Return how many of the first requests leave now for this instance. ``head``: the requests
-    that fit into its pass, in the order of the queue."""
+    """Return how many of the requests in ``head`` leave now for this instance. ``head``: the
+    requests that fit into its pass, in the order of the queue."""
     now_s, tokens, begins, offered, _, whole = waiting
     start_s = begins.begin_s(instance)
     share = fair_share(instance, begins.later(start_s, [instance]), tokens, start_s, waiting)
@@ -127,16 +127,16 @@ def cut_of(instance: PrefillInstance, head: Sequence[Request], waiting: WaitingW
 
 
 class NextPasses(NamedTuple):
-    """The two passes between which :func:`best_cut` divides requests."""
+    """The next passes of two instances, between which :func:`best_cut` splits requests."""
 
     first: PrefillInstance
     second: PrefillInstance
     delay_s: float
-    """How much later the second one starts."""
+    """Seconds between the starts of the first and the second pass."""
     coming_tokens: Sequence[int]
-    """Length of each request that is expected until then."""
+    """Assumed tokens of each request that is expected before the second pass starts."""
     cycle: float
-    """Requests that arrive while an instance waits for its next turn."""
+    """Requests that arrive per steady-state pass time, divided by the number of instances."""
 
 
 def best_cut(
@@ -148,16 +148,17 @@ def best_cut(
     now_s: float,
     pass_s: float,
 ) -> int:
-    """Return how many requests to put into the first pass for the smallest sum of completion times.
+    """Return how many requests to put into the first of two passes for the smallest weighted sum of
+    completion times.
 
-    A request that has waited for the length of a usual pass counts twice. A pass also delays the
-    requests that arrive while it runs and start in the instance's next one.
+    A request that has waited for the length of a usual pass weighs twice as much as a new one. A
+    pass also delays the requests that arrive while it runs and start in the instance's next one.
 
     Args:
         requests: in the order of the queue.
         least: the smallest number that is tried.
         usual: the number to return unless another one is clearly better (``Tuning.worth``).
-        pass_s: length of a usual pass.
+        pass_s: length of a usual pass, in seconds.
     """
     tokens = [request.uncached_tokens for request in requests]
     weights = [1 + (now_s - request.arrived_s) / pass_s for request in requests]
@@ -181,8 +182,8 @@ def best_cut(
 
 
 def _pass_s(instance: PrefillInstance, tokens: Sequence[int]) -> float:
-    """Return the length of the next pass with these requests, each put into the rank that is then
-    emptiest."""
+    """Return the predicted seconds of the instance's next pass with requests of these tokens, each
+    put on the rank that is then emptiest."""
     ranks = [(rank.backlog_tokens, 0.0) for rank in instance.ranks]
     heapify(ranks)
     for request_tokens in tokens:

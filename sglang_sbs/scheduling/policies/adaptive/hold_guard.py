@@ -29,14 +29,14 @@ class HoldGuard:
 
     def __init__(self) -> None:
         self.on = False
-        """Holding is off."""
+        """Whether the guard is on, so holding is off."""
         self._until_s = -math.inf
         self._off_s = TUNING.guard_first_s
 
     def update(self, excess_passes: float, split_passes: float, now_s: float) -> bool:
-        """Take in the dispatch lead beyond the latency of a lone request, and likewise its estimate
-        from split batches alone, in mean pass times. Returns True when holding is to be tried
-        again, with a lead learned anew."""
+        """Switch holding off or on. ``excess_passes``: dispatch lead minus the latency of a lone
+        request, in mean pass times; ``split_passes``: the same for the lead's estimate from split
+        batches. Returns True if holding is tried again from now on: then forget the lead."""
         if self.on:
             self.on = now_s < self._until_s
             return not self.on
@@ -56,15 +56,15 @@ class HoldGuard:
 def place_at_once(
     queue: RequestQueue, instances: Instances, admissible: Admissible, eta: Eta, now_s: float
 ) -> Plan:
-    """Send the oldest request that decode has room for to the DP rank of its earliest predicted
-    finish.
+    """Return a plan that sends the oldest request that decode has room for to the DP rank of its
+    earliest predicted finish.
 
     With overlap scheduling, two kinds of instances are excluded: those with a pass queued behind
-    the running one, and those without room for the request in the next pass. There it would wait
-    for two passes, and the engine would form each batch a pass ahead from then on. (SGLang's
-    ``event_loop_overlap_disagg_prefill`` stops doing so when an iteration finds no request.)
-    Waiting in the router costs nothing until the queued pass starts. Younger requests wait behind
-    the oldest, so that short ones do not take its room again and again.
+    the running one, and those without room for the request in the next pass. On these the request
+    would wait for two passes, and the engine would form each batch a pass ahead from then on.
+    (SGLang's ``event_loop_overlap_disagg_prefill`` stops doing so when an iteration finds no
+    request.) Waiting in the router costs nothing until the queued pass starts. Younger requests
+    wait behind the oldest, so that short ones do not take its room again and again.
     """
     request = queue.oldest_of(admissible, TUNING.most_refused)
     if request is None:
@@ -81,8 +81,8 @@ def place_at_once(
 
 
 def _ready_s(instance: PrefillInstance, request: Request, now_s: float) -> float:
-    """Return the time from which a request may be sent to an instance, even without a report. The
-    report that the running pass has ended usually comes earlier."""
+    """Return the time from which a request may be sent to an instance if no report comes before.
+    The report that the running pass has ended usually does."""
     if not instance.overlap:
         return now_s
     need = paged(request.uncached_tokens_on(instance.id), instance.page)

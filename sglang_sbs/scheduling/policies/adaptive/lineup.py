@@ -1,10 +1,10 @@
-"""Keeps the order in which a batch sent now would start on the instances, so that a decision need
-not examine all of them. Must not know which requests wait, or which instance gets a batch.
+"""Keeps instances in the order in which a batch sent now would start on them, so that a decision
+need not examine all. Must not know which requests wait, or which instance gets a batch.
 
-A computing instance is free when its passes end, which does not depend on the present time. These
-instances are kept in the order of that time, and a decision looks at the first. The others are
-examined at each decision: they are idle, about to launch or late, or will form the pass behind a
-queued one (overlap scheduling)."""
+A computing instance is free when its passes end, whatever the present time. Such instances are kept
+sorted by that time, and a decision looks at the first ones. All others are examined at each
+decision: they are idle, about to launch or late, or will form the pass behind a queued one (overlap
+scheduling)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Moment(NamedTuple):
 
     now_s: float
     latency_s: float
-    """L_net of a batch that leaves now."""
+    """Dispatch latency (L_net) of a batch that leaves now, in seconds."""
 
     @property
     def arrives_s(self) -> float:
@@ -35,29 +35,30 @@ class Moment(NamedTuple):
         return self.now_s + self.latency_s
 
     def starts_s(self, instance: PrefillInstance) -> tuple[float, float]:
-        """Return when the pass starts that would contain a batch sent now, and when the instance is
-        free."""
+        """Return two times: when the pass starts that would contain a batch sent now, and when the
+        instance is free."""
         free_s = self.free_at_s(instance)
         if self.misses_next(instance):
             return free_s + instance.next_pass_s(), free_s
         return max(free_s, self.arrives_s), free_s
 
     def misses_next(self, instance: PrefillInstance) -> bool:
-        """Whether an instance forms its next pass, of the requests it has, before a batch that is
-        sent now arrives."""
+        """Return whether an instance forms its next pass from requests that it has already, before
+        a batch sent now arrives."""
         return self.forms_at_s(instance) < self.arrives_s and instance.ranks.backlog_tokens > 0
 
     def free_at_s(self, instance: PrefillInstance) -> float:
-        """Return when an instance could launch a new pass."""
+        """Return when an instance could launch a new pass; not before ``now_s``."""
         return max(self.now_s, instance.free_at_s(self.now_s, self.latency_s))
 
     def forms_at_s(self, instance: PrefillInstance) -> float:
-        """Return when an instance forms the next batch that can still include a new request."""
+        """Return when an instance's engine forms the next batch that could include a request sent
+        now; not before ``now_s``."""
         return max(self.now_s, instance.forms_at_s(self.now_s, self.latency_s))
 
 
 class Starts:
-    """Start times of a batch that is sent at one moment, on each instance that is up."""
+    """When a batch sent at one moment would start on each instance that is up."""
 
     def __init__(
         self,
@@ -70,40 +71,42 @@ class Starts:
         """
         Args:
             instances: all that are up. The other arguments refer to them by index.
-            at: the moment.
-            near: instances that must be examined.
-            far: times at which the others are free, in order.
-            first: position in ``far`` of the first one that is free when a batch sent now arrives,
-                or later.
+            at: the moment of sending.
+            near: instances whose start must be computed.
+            far: pairs of time and instance, sorted: when the other computing instances are free.
+            first: position in ``far`` of the first one that is not free before the batch arrives;
+                the ones before it are in ``near``.
         """
         self.instances = instances
         self.at = at
         self.far = far
         self.first = first
         self.near = sorted([(*at.starts_s(instances[number]), number) for number in near])
-        """Start of a batch, when the instance is free, and its number; sorted."""
+        """Start of the batch, time when the instance is free, and the instance's index; sorted."""
 
     def __iter__(self) -> Iterator[tuple[float, float, int]]:
         """Iterate over the start times on all instances, as in :attr:`near`, soonest first."""
         return self.until(lambda: math.inf)
 
     def in_order(self) -> Iterator[PrefillInstance]:
-        """All instances, in the order in which a batch would start on them."""
+        """Iterate over all instances in the order in which the batch would start on them."""
         return (self.instances[number] for _, _, number in self)
 
     def until(self, limit_s: Callable[[], float]) -> Iterator[tuple[float, float, int]]:
-        """The same without computing instances that are free after ``limit_s()``, which is asked
-        anew for each and must not rise."""
+        """Iterate over start times as in :attr:`near`, soonest first, without those instances of
+        ``far`` that are free after ``limit_s()``. It is called for each of them and must not
+        rise."""
         far = ((free_s, free_s, number) for free_s, number in islice(self.far, self.first, None))
         return merge(self.near, takewhile(lambda start: start[0] <= limit_s(), far))
 
     def soonest(self, count: int) -> list[tuple[float, float, int]]:
-        """Return the first ``count`` start times."""
+        """Return the first ``count`` start times, as in :attr:`near`."""
         return list(islice(self, count))
 
 
 class Begins:
-    """Start times of the passes that could contain a batch sent at one moment."""
+    """When the pass of each instance begins that could contain a batch sent at one moment. Unlike
+    :class:`Starts`, assumes that the batch reaches the instance's next pass."""
 
     def __init__(self, starts: Starts, joins: Container[PrefillInstance] = ()) -> None:
         """``joins``: instances where requests sent now still join a batch on its way."""
@@ -117,31 +120,32 @@ class Begins:
         return free_s if instance in self._joins else max(at.arrives_s, free_s)
 
     def first(self, besides: PrefillInstance) -> PrefillInstance:
-        """Return the instance where a pass begins first, other than this one."""
+        """Return the instance other than ``besides`` where a pass begins first."""
         instances = self.instances
         return next(instances[n] for _, n in self._in_order if instances[n] is not besides)
 
     def later(
         self, than_s: float, besides: Collection[PrefillInstance]
     ) -> list[tuple[float, PrefillInstance]]:
-        """Return how much later than ``than_s`` a pass begins on each of the other instances, the
-        soonest first. Instances with no delay are in the order of their numbers."""
+        """Return pairs for all instances not in ``besides``, soonest first: how many seconds after
+        ``than_s`` a pass begins there (at least 0), and the instance. Equal delays are in the order
+        of ``instances``."""
         delays = sorted([(max(0.0, begin_s - than_s), n) for begin_s, n in self._in_order])
         instances = self.instances
         return [(delay_s, instances[n]) for delay_s, n in delays if instances[n] not in besides]
 
     @Cached
     def _in_order(self) -> list[tuple[float, int]]:
-        """Return :meth:`begin_s` and number of all instances, sorted."""
+        """Pairs of :meth:`begin_s` and index of all instances, sorted."""
         starts = self._starts
         near = [(self.begin_s(self.instances[n]), n) for _, _, n in starts.near]
         return sorted([*near, *starts.far[starts.first :]])
 
 
 class Marginals(dict[PrefillInstance, tuple[float, float, float]]):
-    """The cost of another token on each instance, computed on request: tokens per second
-    of water level (:func:`.few_requests.fair_share`), the length of the next pass as it is, and the
-    time for the tokens in it."""
+    """What :func:`.few_requests.fair_share` needs of each instance, computed on first use: tokens
+    to add per second of level, the length of the next pass without more tokens, and the part of it
+    for the tokens it holds (seconds)."""
 
     def __missing__(self, instance: PrefillInstance) -> tuple[float, float, float]:
         slope_s = 1 / instance.tokens_per_s
@@ -152,7 +156,7 @@ class Marginals(dict[PrefillInstance, tuple[float, float, float]]):
 
 
 class Lineup:
-    """The instances that are up, in the order in which they are free."""
+    """The instances that are up, and figures of them that every decision needs."""
 
     def __init__(self) -> None:
         self.instances: Instances = ()
@@ -161,17 +165,16 @@ class Lineup:
         self._changed: set[PrefillInstance] = set()
         self._busy: set[int] = set()
         self._free = Timetable()
-        """Times at which computing instances are free."""
+        """Times at which computing instances are free, by index in ``instances``."""
         self._others: set[int] = set()
         self._long = Timetable()
-        """Longest prompt at each instance in its chunks, if that is more than one."""
+        """Length of the longest prompt at each instance in its chunks, by index; only above 1."""
         self._rooms: dict[int, int] = {}
         self.marginals = Marginals()
         self.room_tokens = 0
-        """Tokens that the next passes of all instances still take, where only the chunk limits
-        them."""
+        """Charged tokens that still fit into the next passes of instances without request limit."""
         self.overlap = False
-        """Whether any engine launches a pass ahead."""
+        """Whether any engine uses overlap scheduling, which forms a pass ahead."""
 
     def on_topology_change(self, instances: Instances) -> None:
         for instance in self.instances:
@@ -189,7 +192,7 @@ class Lineup:
             instance.subscribe(self._changed)
 
     def refresh(self) -> None:
-        """Update the instances that have changed. Call this before each decision."""
+        """Update figures of instances that have changed. Call this before each decision."""
         for instance in self._changed:
             number = self._number_of[instance]
             self.marginals.pop(instance, None)
@@ -226,19 +229,19 @@ class Lineup:
 
 
 def _enter(numbers: set[int], number: int, wanted: bool) -> None:
-    """Add a number to a set, or remove it unless ``wanted``."""
+    """Add a number to a set if it is ``wanted`` there, otherwise remove it."""
     (numbers.add if wanted else numbers.discard)(number)
 
 
 class PlannedStarts:
-    """Times when the passes of the last batches begin. Others are kept apart from them: a soft form
-    of the stagger in section 4.1 of the paper."""
+    """Predicted start times of the last dispatched batches' passes. Later batches keep a distance
+    from them: a soft form of the stagger in section 4.1 of the paper."""
 
     __slots__ = ("at_s",)
 
     def __init__(self) -> None:
         self.at_s: list[float] = []
-        """Sorted, seconds."""
+        """Start times on the scheduler's clock, sorted."""
 
     def add(self, start_s: float, forget_s: float) -> None:
         """Add a start, and drop those before ``forget_s``."""

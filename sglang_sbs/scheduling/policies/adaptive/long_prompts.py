@@ -1,8 +1,8 @@
 """Detects whether prompts of several chunks matter, and forecasts the passes of a cluster with
-them.
+such prompts.
 
-Such a prompt makes several passes of its instance long. So the places of requests matter more than
-the number that leaves. Must not know when a batch leaves, or DP ranks.
+A prompt of several chunks makes several passes of its instance long. So where requests go matters
+more than how many leave. Must not know when a batch leaves, or DP ranks.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from sglang_sbs.scheduling.request import Request
 
 
 class LongPrompts:
-    """The chunks of a cluster, and forecasts of its passes."""
+    """Detects prompts of several chunks, and keeps a forecast of each instance's passes."""
 
     def __init__(self, offered: OfferedLoad) -> None:
         self._offered = offered
         self.chunk_tokens = 1.0
-        """Mean chunk of the instances."""
+        """Mean chunk of the instances, in tokens."""
         self._largest_chunk_tokens = 0
         self.uneven_chunks = False
         self._is_single = False
         self._laid: dict[PrefillInstance, PassForecast] = {}
-        """Forecast of each instance with its present requests, until these change."""
+        """Forecast of each instance with its present requests; stale once these change."""
 
     def on_topology_change(self, instances: Instances) -> None:
         chunks = [instance.chunk_tokens for instance in instances]
@@ -39,9 +39,9 @@ class LongPrompts:
         self._laid.clear()
 
     def matter(self, queue: RequestQueue, most_chunks: float) -> bool:
-        """Return whether prompts of several chunks wait in the queue or at an instance, so that
-        each request must be placed by cost. ``most_chunks``: length of the longest prompt at an
-        instance, in its chunks."""
+        """Return whether each request must be placed by cost, because prompts of several chunks
+        wait in the queue or at an instance. Always False with one instance. ``most_chunks``: length
+        of the longest prompt at any instance, in that instance's chunks."""
         if self._is_single:
             return False
         # At light load each prompt that is cut costs a pass, as its instance then launches one
@@ -55,16 +55,16 @@ class LongPrompts:
         return most_chunks > many
 
     def leave_early(self, instances: Instances) -> list[PrefillInstance]:
-        """Return the instances for which requests may leave before a batch could. These form their
-        next pass ahead, and most of what is sent has been cached, as in agents' turns. So caches
-        settle where a request goes."""
+        """Return the instances for which requests may leave before a batch could: those that form
+        their next pass ahead and have room. Empty unless most tokens of sent prompts were cached,
+        as in agents' turns, because then caches decide where a request goes."""
         if sum([i.cached_share for i in instances]) <= len(instances) / 2:
             return []
         return [i for i in instances if i.forms_ahead and i.ranks.has_room]
 
     def forecast(self, instance: PrefillInstance, at: Moment, *, closed: bool) -> PassForecast:
-        """Return a forecast of an instance's next passes. ``closed``: requests sent now cannot be
-        in the first of them."""
+        """Return a forecast of an instance's next passes, to which requests can be added.
+        ``closed``: requests sent now cannot be in the first of them."""
         known = self._laid.get(instance)
         if known is None or known.version != instance.ranks.version:
             known = self._laid[instance] = PassForecast(instance)
@@ -76,8 +76,8 @@ class LongPrompts:
     def in_one_pass(
         self, request: Request, instance: PrefillInstance, instances: Instances
     ) -> list[PrefillInstance]:
-        """Return the instances where a request takes one pass, if it takes several on
-        ``instance``."""
+        """Return the allowed instances where a request takes one pass. Empty if it takes one on
+        ``instance``, or several everywhere."""
         tokens = request.uncached_tokens_on(instance.id)
         if not instance.chunk_tokens < tokens <= self._largest_chunk_tokens:
             return []

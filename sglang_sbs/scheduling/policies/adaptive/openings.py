@@ -21,16 +21,16 @@ class Openings(NamedTuple):
 
     passes: Mapping[PrefillInstance, OpenPass]
     wake_s: float
-    """When the next one opens."""
+    """Time when the next pass opens, or the next decision is due; infinity: none known."""
     begins: Begins
-    """When passes begin that a batch could be in."""
+    """When the pass of each instance begins that a batch sent now could be in."""
     any: bool
-    """Whether a pass is open, or would be if prompts of several chunks did not keep it full, or
-    requests may leave early."""
+    """Whether any pass was found open, including passes dropped from ``passes`` since, or requests
+    may leave early (:meth:`.LongPrompts.leave_early`)."""
 
 
 class OpenSoFar:
-    """The passes that are open at a moment, and when the next one opens."""
+    """Collects the passes that are open now, and the time when the next one opens."""
 
     def __init__(self, now_s: float, wake_s: float = math.inf) -> None:
         """``wake_s``: the next decision is no later than this."""
@@ -39,7 +39,8 @@ class OpenSoFar:
         self.wake_s = wake_s
 
     def add(self, opens_s: float, a_pass: OpenPass) -> None:
-        """Add a pass, and the time from which it is open."""
+        """Add a pass that opens at ``opens_s``: to :attr:`open` if that is now or past, otherwise
+        only its time, to :attr:`wake_s`."""
         if opens_s <= self._latest_s:
             self.open.append(a_pass)
         else:
@@ -47,7 +48,8 @@ class OpenSoFar:
 
 
 def open_passes(view: View) -> Openings:
-    """Step 2: find the passes that a batch may leave for now, and the time when the next opens."""
+    """Find the passes that a batch may leave for now, and the time when the next opens (step 2 of a
+    decision)."""
     at, starts = view.at, view.starts
     found = OpenSoFar(at.now_s, math.inf if view.overdue else view.hold_until_s)
     if view.passes_away > 1:
@@ -72,8 +74,8 @@ def open_passes(view: View) -> Openings:
 
 
 def _add_far_away(view: View, found: OpenSoFar) -> None:
-    """Open a pass of every instance with room: no request is held if the dispatch latency is a pass
-    or more."""
+    """Open a pass of every instance with room, because no request is held if the dispatch latency
+    is a pass or more."""
     starts = view.starts
     for instance in starts.in_order():
         if instance.ranks.has_room_in(view.passes_away):
@@ -81,14 +83,15 @@ def _add_far_away(view: View, found: OpenSoFar) -> None:
 
 
 def _add_near(view: View, found: OpenSoFar) -> None:
-    """The passes of instances that a batch reaches in time."""
+    """Add the next pass of each instance; for a dispatch latency of less than a pass."""
     capacity_of, starts = view.learned.offered.capacity_of, view.starts
     patience_tokens = 0.0 if view.urgent else TUNING.slack * view.queue.tokens
     ahead_tokens = 0.0
     is_long = True
 
     def limit_s() -> float:
-        """An instance that starts later is open later, and needs no earlier decision."""
+        """Return the start after which instances need no look: they open later than the next
+        decision is due."""
         soonest_s = max(view.at.now_s, found.wake_s)
         return math.inf if is_long else soonest_s + view.lead_s + TUNING.beyond_s
 
@@ -100,15 +103,16 @@ def _add_near(view: View, found: OpenSoFar) -> None:
 
 
 def has_room(instance: PrefillInstance) -> bool:
-    """Whether a request could go to an instance before its next report."""
+    """Return whether the next pass of an instance has room, and is not about to start."""
     return instance.ranks.has_room and not instance.launching
 
 
 def _opening(
     view: View, instance: PrefillInstance, start_s: float, is_long: bool
 ) -> tuple[float, OpenPass]:
-    """When a pass of the instance opens, and why. ``is_long``: more waits than all passes can hold
-    that start before this one, and this one."""
+    """Return when a pass of the instance opens for a batch, and the pass with the reason; infinity:
+    not before the instance's state changes. ``start_s``: start of a batch sent now. ``is_long``:
+    the queue fills this pass and all passes that start before it."""
     at = view.at
     if not has_room(instance):
         return math.inf, OpenPass(instance, Opening.ABOUT_TO_END)
@@ -126,8 +130,9 @@ def _opening(
 
 
 def _joining(view: View, instance: PrefillInstance) -> tuple[float, OpenPass]:
-    """When single requests may follow the batch that is on its way to the instance, and how many
-    reach its pass: once a batch could leave for that pass."""
+    """Return when single requests may follow the batch that is on its way to the instance, and the
+    pass with the number of requests that still reach it. They may once a batch could leave for the
+    pass; infinity: not before the instance's state changes."""
     at, interval = view.at, view.learned.interval
     now_s = at.now_s
     never = OpenPass(instance, Opening.JOINS, 0)
@@ -146,7 +151,8 @@ def _joining(view: View, instance: PrefillInstance) -> tuple[float, OpenPass]:
 
 
 def _ahead(view: View) -> OpenSoFar:
-    """The passes after the next ones that get their batch now."""
+    """Return the passes that :func:`lookahead` finds; none if no engine has overlap scheduling, the
+    next passes can take the whole queue, or an urgent request may come."""
     learned, tokens = view.learned, view.queue.tokens
     if view.urgent or not learned.lineup.overlap or tokens < learned.lineup.room_tokens:
         return OpenSoFar(view.at.now_s)
@@ -161,8 +167,8 @@ def lookahead(
     lead_s: float,
     now_s: float,
 ) -> OpenSoFar:
-    """Return the passes after the next ones that get a batch now, and when the first of the others
-    does.
+    """Return the passes that should get a batch although an earlier pass of the instance has not
+    ended, and when the next such pass opens.
 
     An engine with overlap scheduling forms the batch of a pass when the previous pass *starts*, if
     any request waits by then, and launches it without a gap. Later requests wait until that pass
@@ -174,7 +180,7 @@ def lookahead(
     Args:
         queue_tokens: uncached tokens that wait in the router.
         mean_tokens: mean length of a request.
-        lead_s: how long a batch is on its way, with its margin.
+        lead_s: dispatch lead of a batch.
     """
     capacities = [instance.ranks.capacity_of(mean_tokens) for instance in instances]
     pairs = list(zip(instances, capacities, strict=True))
@@ -204,8 +210,8 @@ def _lacks_batch(instance: PrefillInstance, capacity_tokens: float) -> bool:
 def _looking_ahead(
     view: View, a_pass: OpenPass, joins: Mapping[PrefillInstance, OpenPass]
 ) -> OpenPass:
-    """A pass that is open for looking ahead, where requests join a batch on its way or the way
-    takes several passes."""
+    """Return a pass found by :func:`lookahead`, adapted if the dispatch latency is several passes,
+    or if requests join a batch on its way to the instance."""
     if view.passes_away > 1:
         passes = max(view.passes_away, a_pass.passes)
         return OpenPass(a_pass.instance, Opening.FAR_AWAY, passes=passes)
@@ -213,8 +219,9 @@ def _looking_ahead(
 
 
 def _idle_in_turn(passes: list[OpenPass], oldest: Request) -> list[OpenPass]:
-    """Idle instances would all start at once. Among those that have as much of the oldest
-    request cached, they take turns in coming first."""
+    """Return the passes with an idle instance's first, so that idle instances take turns: the next
+    in turn among those that have as much of the oldest request cached. Unchanged if fewer than two
+    are idle."""
     tokens = {
         a_pass.instance: oldest.uncached_tokens_on(a_pass.instance.id)
         for a_pass in passes
@@ -232,9 +239,10 @@ def _spaced(view: View, passes: list[OpenPass], begins: Begins) -> tuple[list[Op
     """Soft stagger: return the passes that begin far enough from every planned start, and the time
     when the first of the others would.
 
-    Far enough is the length of a pass over the number of instances. That length comes from the
+    Far enough is the steady-state pass time divided by the number of instances. It comes from the
     model and the arrival rate, because measured times would feed back into themselves. A request
-    that joins a batch starts with it."""
+    that joins a batch starts with it. If the queue exceeds what arrives between two starts, all
+    passes are returned, and infinity."""
     learned = view.learned
     share_s = learned.offered.pass_s / len(view.instances)
     if TUNING.slack * view.queue.tokens >= max(1.0, learned.offered.token_rate * share_s):

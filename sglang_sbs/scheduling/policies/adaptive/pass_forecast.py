@@ -1,12 +1,13 @@
-"""The contents of the next passes of a prefill instance, and the cost of one more request there.
+"""Forecasts the contents of a prefill instance's next passes, and the cost of one more request
+there.
 
 Why
 ---
-With prompts of several chunks a share of tokens matters little. The rank with most attention pairs
-sets the length of a pass. So short prompts that share passes with the last chunks of a long one
-wait for seconds, though another instance would have computed them in a fraction of that. A long
-prompt makes as many passes of its instance longer as it has chunks, and does least harm where
-passes are long anyway.
+With prompts of several chunks, dividing the queue by tokens is not enough. The rank with the most
+attention pairs sets the length of a pass. So short prompts that share passes with the last chunks
+of a long one wait for seconds, though another instance would have computed them in a fraction of
+that. A long prompt makes as many passes of its instance longer as it has chunks, and does least
+harm where passes are long anyway.
 
 A rank computes its prompts first come first served, a chunk per pass. So the requests at a rank
 determine which pass computes which part of which prompt, and the forward model predicts the lengths
@@ -35,32 +36,33 @@ class Home(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """Weights of the delays that a request causes."""
+    """Weights in the cost of a request (:meth:`PassForecast.cost_s`)."""
 
     waiting_per_s: float = 0.0
-    """Requests per second that arrive during a pass and wait for its end."""
+    """Requests per second that are expected at the instance and wait for the end of a pass."""
     pass_s: float = 0.0
-    """Mean length of a pass, seconds; requests that arrive in at least this time are delayed."""
+    """Mean length of a pass, in seconds. A longer pass delays at least the requests that arrive in
+    this time."""
     again_weight: float = 0.0
-    """Weight of a second of computing what another rank has cached."""
+    """Weight of a second in which tokens are recomputed that another rank has cached."""
     impatience: float = 1.0
-    """Weight of a second until its own completion, the same at every instance."""
+    """Weight of a second until the request's own completion, the same at every instance."""
 
 
 class _FuturePass:
-    """A pass that has not started."""
+    """Predicted contents and length of a pass that has not started."""
 
     __slots__ = ("ends", "length_s", "owner", "pairs", "slowest_s", "tokens", "tokens_per_rank")
 
     def __init__(self, dp_size: int, owner: object) -> None:
         self.owner = owner
-        """The forecast that may change it."""
+        """The forecast that may change this object; others copy it first."""
         self.tokens_per_rank = [0] * dp_size
         self.pairs = [0.0] * dp_size
         self.tokens = 0
-        """Tokens of all ranks."""
+        """Tokens in the pass, all ranks together."""
         self.slowest_s = 0.0
-        """Time of the rank that the others wait for, see :meth:`.PassFormula.rank_s`."""
+        """Seconds of the rank that the others wait for (:meth:`.PassFormula.rank_s`)."""
         self.ends = 0.0
         """Sum of the weights of the prompts that end in it."""
         self.length_s = 0.0
@@ -76,8 +78,9 @@ class _FuturePass:
     def with_s(
         self, formula: PassFormula, rank: int, tokens: int, pairs: float, load_s: float
     ) -> tuple[float, float]:
-        """Return its length with more tokens on a rank, and the time of its slowest rank.
-        ``load_s``: time to load fetched KV to the device."""
+        """Return the length of the pass with more tokens and attention pairs on a rank, and then
+        the time of its slowest rank, in seconds. ``load_s``: time to load fetched KV to the
+        device."""
         own_s = load_s + formula.rank_s(
             self.tokens_per_rank[rank] + tokens, self.pairs[rank] + pairs
         )
@@ -98,18 +101,18 @@ class PassForecast:
     """Forecast of an instance's passes, beginning with the next one that starts."""
 
     def __init__(self, instance: PrefillInstance) -> None:
-        """Lay out the passes that compute the requests at the instance. Add further requests to a
-        :meth:`fork`."""
+        """Forecast the passes that compute the requests now at the instance. To add further
+        requests, use a :meth:`fork`."""
         self.instance = instance
         self.version = instance.ranks.version
         self._start_s = 0.0
         self._passes: list[_FuturePass] = []
         self._empty = _FuturePass(instance.dp_size, None)
         self._ahead: list[int] = []
-        """Tokens per rank ahead of the next request. If a pass is full by its number of requests,
-        its unused tokens are included."""
+        """Charged tokens per rank ahead of the next request, with the unused tokens of passes that
+        are full by their number of requests."""
         self._requests = [0] * instance.dp_size
-        """Requests per rank in the pass that the next one would begin in."""
+        """Number of requests per rank in the pass in which a further request would begin."""
         for index, rank in enumerate(instance.ranks):
             left = rank.backlog_tokens
             self._ahead.append(0)
@@ -135,17 +138,17 @@ class PassForecast:
 
     @property
     def idle(self) -> bool:
-        """Whether the instance is idle, and no request was added."""
+        """Whether the instance is idle, and no request was added to this forecast."""
         return self.instance.idle and not self._passes
 
     @property
     def full(self) -> bool:
-        """Whether the next pass takes no further request."""
+        """Whether the next pass has no room for a further request on any rank."""
         return min(self._ahead) >= self.instance.chunk_tokens
 
     def cost_s(self, request: Request, terms: Terms) -> float:
-        """Return the cost of a request on the best rank, in seconds: the time until it is done plus
-        the delay of others, both weighted."""
+        """Return the cost of a request on its best rank, in weighted seconds: the time until it is
+        computed, the delay of others, and recomputed tokens (``terms``)."""
         return min([self._cost_on_s(request, rank, terms) for rank in self._ranks_for(request)])
 
     def _ranks_for(self, request: Request) -> set[int]:
@@ -153,9 +156,9 @@ class PassForecast:
         return likely_ranks(self._ahead, hits.by_instance.get(name), hits.to_fetch.get(name))
 
     def _begins_at(self, rank: int, fetched: int) -> tuple[int, float]:
-        """Return the tokens ahead of a request on a rank that first fetches a part of it from
-        storage. The second value is how many seconds after the pass that follows from these tokens
-        the request begins. ``fetched``: tokens from storage."""
+        """Return the tokens ahead of a request on a rank that first fetches a part of the prompt
+        from storage, and the seconds that the fetch takes beyond all forecast passes. ``fetched``:
+        tokens from storage."""
         at = self._ahead[rank]
         left_s = fetched * TUNING.fetch_token_s
         # A rank begins to fetch when it takes the request in, which is when it forms a pass.
@@ -192,7 +195,7 @@ class PassForecast:
         return done_s * weight + delays_s + again_s
 
     def add(self, request: Request, terms: Terms) -> Home:
-        """Add a request on its best rank, and return its place."""
+        """Add a request on its best rank, and return this instance and the rank."""
         rank = min(self._ranks_for(request), key=lambda d: self._cost_on_s(request, d, terms))
         cached = request.hit_tokens(self.instance.id, rank)
         weight = self._weight_of(request.uncached_tokens)
@@ -227,8 +230,8 @@ class PassForecast:
         last.ends += weight
 
     def _own(self, index: int) -> _FuturePass:
-        """Return the pass at this position for changes; it is copied if other forecasts share
-        it."""
+        """Return the pass at this position (0: the next one) for changes. A pass shared with other
+        forecasts is copied first."""
         passes = self._passes
         while len(passes) <= index:
             passes.append(_FuturePass(self.instance.dp_size, self))
@@ -245,15 +248,15 @@ def homes(
     terms_of: Callable[[Request], Terms],
     may_go: Callable[[Request, PrefillInstance], bool],
 ) -> tuple[dict[str, Home], dict[str, dict[InstanceId, float]]]:
-    """Where each request costs least after those before it, as if all left now, and its cost on
-    each instance that was compared; by request id.
+    """Return the place where each request costs least, behind the requests before it and as if all
+    left now, and its cost in seconds on each instance that was compared; both by request id.
 
     Args:
         nearest: instances that any request could go to, best first where they cost the same.
-        others: instances for requests of which they have a part cached.
-        forecasts: the next passes of all of these.
-        requests: in the order in which they choose. Later ones are left out when the next passes of
-            ``nearest`` are all full.
+        others: further instances, compared only for requests of which they have a part cached.
+        forecasts: forecast of each of these instances; gets the requests added.
+        requests: in the order in which they are placed. Once the next passes of ``nearest`` are all
+            full, later ones are left out.
         terms_of: weights for a request that shares its prefix with no other.
         may_go: whether a request is allowed on an instance.
     """
@@ -284,8 +287,8 @@ def homes(
 def _in_turn(
     cheapest: PassForecast, allowed: Iterable[PassForecast], request: Request
 ) -> PassForecast:
-    """The cheapest instance, or if it is idle the next in turn among the idle ones that have no
-    less of the prompt cached and need not fetch it from storage first."""
+    """Return the cheapest instance's forecast. If that instance is idle, return the next in turn
+    among idle ones that have no less of the prompt cached and need not fetch it from storage."""
     if not cheapest.idle:
         return cheapest
     tokens = request.uncached_tokens_on(cheapest.instance.id)

@@ -1,5 +1,5 @@
-"""Places a batch on the DP ranks of its instance. Must not know when it leaves, or how the queue is
-divided."""
+"""Places a batch on the DP ranks of its instance. Must not know when a batch leaves, or how the
+queue is divided."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from sglang_sbs.scheduling.request import uncached_tokens_of
 
 
 def place(view: View, batch: Batch) -> tuple[list[Placement], Requests]:
-    """Step 6: the requests of a batch on DP ranks, and those that it leaves behind."""
+    """Place a batch on DP ranks (step 6 of a decision). Returns the placements, and the requests
+    that do not leave now; notes on these why they wait."""
     target, instance = batch.target, batch.opening.instance
     allocation = place_fitting(batch.head, target, batch.affinity.rank_of)
     if allocation.placed:
@@ -28,7 +29,7 @@ def place(view: View, batch: Batch) -> tuple[list[Placement], Requests]:
 
 
 def _note_left(left: Requests, reason: WaitReason, now_s: float) -> None:
-    """A batch leaves without these requests."""
+    """Note on requests that a batch leaves without why they wait."""
     for request in left:
         if request.waits_for is not reason:
             note(request, reason, now_s)

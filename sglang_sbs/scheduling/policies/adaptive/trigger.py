@@ -1,22 +1,22 @@
-"""The default policy: minimise the total time to first token of the requests that wait and of those
-that are expected, under one model of a pass.
+"""The default policy: minimise the total time to first token of waiting and expected requests, as
+predicted by one model of a pass.
 
 Must not know decode or flow control.
 
 Theory of operation
 -------------------
 An SGLang prefill instance takes in new requests only when a pass ends, and an idle one starts on
-the first request it sees. So a request is sent only when its pass is about to be formed: until then
-the choice is free. A batch that arrives later than the predicted end of a pass misses it or is
-split over two passes. How much earlier it leaves is learned from what either costs
+the first request that arrives. So a request is sent only when its pass is about to be formed: until
+then the choice is free. A batch that arrives after the predicted end of a pass misses the next one
+or is split over two passes. How much earlier a batch leaves is learned from the cost of both
 (:mod:`.dispatch_lead`). A decision has six steps:
 
-1. **observe**: one picture of the queue, the instances and the learned times (:mod:`.view`).
-2. **open_passes**: *when*. The passes that a batch may leave for, in the order in which they start:
-   of an idle instance; of one that is within the lead of its predicted end; of any with room when
-   more waits than all earlier passes can hold. A single request may follow a batch that is on its
-   way, as it can leave later than a batch. Under overlap scheduling, first come the instances that
-   could run on without a gap (:func:`.lookahead`). Starts are kept apart (:mod:`.openings`).
+1. **observe**: one snapshot of the queue, the instances and the learned times (:mod:`.view`).
+2. **open_passes**: *when*. The passes that a batch may leave for (:mod:`.openings`), in the order
+   in which they start: of an idle instance; of one that is within the lead of its predicted end; of
+   any with room when more waits than all earlier passes can hold. A single request may follow a
+   batch that is on its way, as it can leave later than a batch. Under overlap scheduling, first
+   come the instances that could run on without a gap (:func:`.lookahead`). Starts are kept apart.
 3. **divide**: *how much*. The share of the queue that leaves now makes the sum of predicted
    completion times smallest (:mod:`.few_requests`). With prompts of several chunks it matters more
    where a request goes: each leaves only for the pass where it costs least (:mod:`.pass_forecast`).
@@ -27,9 +27,9 @@ split over two passes. How much earlier it leaves is learned from what either co
 6. **place**: *which rank*. The longest goes first into the emptiest rank (:mod:`.placement`). A
    prompt is split to fill the pass only when more is left than the other instances can take.
 
-Where the way takes a pass or more, none of this helps, so requests leave when they arrive. Where
-batches do not arrive whole, requests leave at once as under ``eta`` (:mod:`.hold_guard`). Tokens
-are uncached ones.
+If the dispatch latency is a pass or more, none of this helps, so requests leave when they arrive.
+If batches do not arrive whole, requests leave at once as under ``eta`` (:mod:`.hold_guard`).
+``tokens`` are uncached tokens.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from sglang_sbs.scheduling.request import Request
 
 
 class AdaptiveTrigger(PrefillPolicy):
-    """See the module's theory of operation."""
+    """The default policy, ``sbs`` with the adaptive trigger. The module explains how it works."""
 
     holds = True
     fills_the_way = True
@@ -73,8 +73,8 @@ class AdaptiveTrigger(PrefillPolicy):
         self._urgency = urgency
         self.starts = PlannedStarts()
         self._planned_s: float | None = None
-        """Start of the pass that the last batch was sent to; None: it joined another batch, or left
-        at once."""
+        """Predicted start of the pass that the last batch was sent to; None: the batch joined
+        another one, or left at once."""
         self._long = LongPrompts(load)
         self._lead = DispatchLead()
         self._eta = Eta(interval, knows_caches=True)
@@ -82,7 +82,7 @@ class AdaptiveTrigger(PrefillPolicy):
         self._retry_s = float("-inf")
         self._moment: CacheAffinity | None = None
         self._view: View | None = None
-        """The picture of the last decision."""
+        """Snapshot of the last decision; None: it sent at once, or instances changed since."""
         self._learned = Learned(
             *(interval, load, self._lineup, self._lead, self._long, urgency, self.starts),
             max_hold_s,
@@ -90,7 +90,7 @@ class AdaptiveTrigger(PrefillPolicy):
 
     @property
     def lead_s(self) -> float:
-        """Time from the next batch's dispatch to the predicted end of the running pass."""
+        """Dispatch lead: seconds before the predicted end of a pass at which a batch leaves."""
         return self._learned.lead_s
 
     def on_dispatched(self, now_s: float) -> None:
@@ -111,15 +111,17 @@ class AdaptiveTrigger(PrefillPolicy):
         self._offered.forget_speed(instance)
 
     def key_of(self, request: Request) -> float:
-        """Order short prompts first, with ageing: a chunk of length counts as much as ``_ageing_s``
-        of waiting. A prompt longer than a chunk counts as one chunk. It takes several passes in any
-        case, and would form the tail if it started last."""
+        """Return the sort key in the queue, smallest first: short prompts first, with ageing. A
+        chunk of length counts as much as ``_ageing_s`` of waiting. A prompt longer than a chunk
+        counts as one chunk: it takes several passes in any case, and would form the tail if it
+        started last."""
         chunks = request.uncached_tokens / self._long.chunk_tokens
         shift_s = self._urgency.shift_s(request, chunks)
         return request.arrived_s + self._ageing_s() * min(1.0, chunks) + shift_s
 
     def _ageing_s(self) -> float:
-        """The worth of a chunk. It is smaller with many instances, as a batch leaves more often."""
+        """Return the seconds of waiting that a chunk of length counts as in :meth:`key_of`. They
+        are fewer with many instances, because batches leave more often."""
         batches_s = self._interval.mean_forward_s / max(1, self._interval.active)
         return TUNING.ageing * batches_s
 

@@ -1,5 +1,5 @@
-"""The picture of one decision of the default policy: :func:`observe` takes it, and the other steps
-only read it. Must not decide anything."""
+"""The snapshot on which one decision of the default policy is based: :func:`observe` takes it, and
+the other steps only read it. Must not decide anything."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from sglang_sbs.scheduling.request import Request
 
 
 class Learned(NamedTuple):
-    """The state that the policy keeps from one decision to the next."""
+    """State that the default policy keeps from one decision to the next."""
 
     interval: IntervalController
     offered: OfferedLoad
@@ -35,26 +35,27 @@ class Learned(NamedTuple):
 
     @property
     def lead_s(self) -> float:
-        """Time from the next batch's dispatch to the predicted end of the running pass."""
+        """Dispatch lead: seconds before the predicted end of a pass at which a batch leaves."""
         return self.lead.lead_s(self.interval.lone_s)
 
     @property
     def hold_s(self) -> float:
-        """The longest hold."""
+        """Longest hold of a request, in seconds."""
         return max(self.max_hold_s, TUNING.most_hold_passes * self.interval.mean_forward_s)
 
     def passes_away(self, waiting_tokens: int) -> int:
-        """How many passes an instance begins until a request that is sent now arrives there.
+        """Return how many passes an instance begins until a request that is sent now is in one.
 
         Above 1, holding gains nothing: the state at the end of a pass does not help a request that
-        will be in a later one, and one batch per pass would be one per latency. Half a pass of
-        latency is enough when all instances together cannot take what waits."""
+        will be in a later one, and one batch per pass would be one per latency. The result is 2 or
+        more from a latency of one pass, or of half a pass if more waits than all instances can take
+        in a pass."""
         passes = self.interval.lone_s / self.interval.mean_forward_s
         return 1 + int(passes + (TUNING.slack * waiting_tokens >= self.offered.capacity_tokens) / 2)
 
 
 class View(NamedTuple):
-    """The cluster, the queue and the learned times at one moment."""
+    """Snapshot of the cluster, the queue and the learned times at one decision."""
 
     learned: Learned
     queue: RequestQueue
@@ -62,43 +63,47 @@ class View(NamedTuple):
     admissible: Admissible
     at: Moment
     lead_s: float
-    """The dispatch lead of a batch of all that wait."""
+    """Dispatch lead of a batch of all waiting requests, in seconds."""
     hold_until_s: float
-    """Time at which the hold of the oldest request ends."""
+    """Time at which the hold of the oldest request with decode room ends; infinity: none has."""
     overdue: bool
-    """The hold is over: the first instance that can take the oldest request gets it."""
+    """The time ``hold_until_s`` has come: the first instance that can take the oldest request gets
+    it."""
     by_forecast: bool
-    """Prompts of several chunks decide where requests go."""
+    """Whether each request is placed by forecast of its cost, because prompts of several chunks
+    matter (:meth:`.LongPrompts.matter`)."""
     early: Collection[PrefillInstance]
-    """Instances for which requests may leave before a batch could: see
-    :meth:`.LongPrompts.leave_early`."""
+    """Instances for which requests may leave before a batch could
+    (:meth:`.LongPrompts.leave_early`)."""
     all_suit: bool
-    """No request waits for an instance with a larger chunk."""
+    """Whether no request should wait for an instance with a larger chunk: all chunks are equal, or
+    the oldest request is overdue."""
     urgent: bool
-    """No batch is committed early, because an urgent request that arrives later would miss the next
-    pass."""
+    """Whether no batch may leave early, because an urgent request that arrives later would miss the
+    next pass."""
     passes_away: int
-    """See :meth:`Learned.passes_away`."""
+    """Passes that an instance begins until a request sent now is in one
+    (:meth:`Learned.passes_away`)."""
     starts: Starts
-    """Start times of a batch that is sent now, on each instance."""
+    """Start of a batch sent now, on each instance."""
 
     def in_one_pass(self, request: Request, instance: PrefillInstance) -> list[PrefillInstance]:
-        """The instances where a request takes one pass, if it takes several on ``instance`` and may
-        wait for them."""
+        """Return the instances where a request takes one pass and for which it should wait; empty
+        if it takes one on ``instance``, or should not wait (``all_suit``)."""
         if self.all_suit:
             return []
         return self.learned.long.in_one_pass(request, instance, self.instances)
 
 
 class OpenPass(NamedTuple):
-    """A pass of an instance that may get a batch now."""
+    """A pass of an instance that may get a batch now, with the reason (``kind``)."""
 
     instance: PrefillInstance
     kind: Opening
     joins_left: float = math.inf
     """Number of requests that can still join the batch on its way to this pass."""
     passes: int = 1
-    """Number of passes for which requests are sent at once."""
+    """Number of passes, from the instance's next one on, whose room the batch may fill."""
 
 
 def observe(
@@ -108,7 +113,7 @@ def observe(
     admissible: Admissible,
     now_s: float,
 ) -> View:
-    """Step 1: collect the state that all steps of a decision read."""
+    """Collect the snapshot that all steps of a decision read (step 1)."""
     interval, lineup, long, waiting = learned.interval, learned.lineup, learned.long, len(queue)
     lead_s = learned.lead_s + learned.offered.leaving_s(waiting, interval.serial_s)
     # With fewer waiting than usual a batch arrives sooner than the usual one.
