@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 OLD_FLAG = "--enable-dp-attention"
-"""Up to SGLang 0.5.21 ``--dp-size N --enable-dp-attention`` is the only spelling. SGLang 0.5.22
-adds ``--attn-dp-size N``, and announces to remove the old spelling after 2026-12-31."""
+"""The flag that makes DP ranks share a TP group. Up to SGLang 0.5.21 ``--dp-size N
+--enable-dp-attention`` is the only spelling. SGLang 0.5.22 adds ``--attn-dp-size N``, and announces
+to remove the old spelling after 2026-12-31."""
 
 
 class EngineFlagError(ValueError):
@@ -17,15 +18,17 @@ class EngineFlagError(ValueError):
 
 @dataclass(frozen=True)
 class DpRanks:
-    """The DP ranks of one engine: `count` of them, by attention or as replicas."""
+    """The DP ranks of one engine: their `count`, and whether they share GPUs (`attention`) or are
+    replicas."""
 
     count: int
     attention: bool
-    """The ranks share one TP group and its GPUs. Otherwise each rank is a separate engine."""
+    """True: the ranks share one TP group and its GPUs (DP attention). False: each rank is a
+    separate replica."""
 
     @property
     def replicas(self) -> int:
-        """Number of times that the engine uses the GPUs of its TP and PP size."""
+        """Factor by which the engine's GPUs exceed TP size x PP size."""
         return 1 if self.attention else self.count
 
 
@@ -50,8 +53,8 @@ def dp_ranks(flags: Sequence[str]) -> DpRanks:
 
 
 def int_flag(flags: Sequence[str], *names: str, default: int = 1) -> int:
-    """Value of the last of `names` in `flags`, as in SGLang. Raises: EngineFlagError, not a whole
-    number."""
+    """Return the value of the last of `names` in `flags`, as SGLang does. Raises: EngineFlagError,
+    not a whole number."""
     value = default
     for word, following in zip_longest(flags, flags[1:], fillvalue=""):
         name, equals, text = word.partition("=")

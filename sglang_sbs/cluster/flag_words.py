@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 
 def text_flag(flags: Sequence[str], name: str) -> str:
-    """Value of the last `name` in `flags`, in either spelling of router flags; empty if absent."""
+    """Return the value of the last `name` in `flags`, in either spelling of router flags; empty if
+    absent."""
     names = (name, name.replace("--", "--router-", 1))
     value = ""
     for index, word in enumerate(flags):
@@ -17,7 +18,8 @@ def text_flag(flags: Sequence[str], name: str) -> str:
 
 
 def without_given(defaults: Sequence[str], given: Sequence[str]) -> list[str]:
-    """Return `defaults`, a list of flags with at most one value each, without those in `given`."""
+    """Return `defaults`, a list of flags with at most one value each, without the flags that
+    `given` contains."""
     given_names = {word.partition("=")[0] for word in given}
     kept: list[str] = []
     keep = True

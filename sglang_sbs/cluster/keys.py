@@ -11,14 +11,14 @@ from sglang_sbs.cluster.flag_words import text_flag
 
 API_FLAG, ADMIN_FLAG = "--api-key", "--admin-api-key"
 VARIABLES = {API_FLAG: "SGLANG_SBS_API_KEY", ADMIN_FLAG: "SGLANG_SBS_ADMIN_API_KEY"}
-"""Variables from which the router reads its keys. Unlike command lines, other users of the machine
-cannot see them."""
+"""Environment variable from which the router reads each key. Unlike command lines, other users of
+the machine cannot see it."""
 _SECRETS = {API_FLAG, ADMIN_FLAG, "--control-plane-api-keys"}
 
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys of one server; empty: none."""
+    """The API key and admin API key of one server; empty: none."""
 
     api: str = field(default="", repr=False)
     admin: str = field(default="", repr=False)

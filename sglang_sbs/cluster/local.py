@@ -28,7 +28,7 @@ DEFAULT_STARTUP_TIMEOUT_S = 1800.0
 
 @dataclass(frozen=True)
 class Progress:
-    """A step of the start: `name` (a process) reached `state` `elapsed_s` after the start."""
+    """A step of the start: process `name` reached `state`, `elapsed_s` seconds after the start."""
 
     name: str
     state: str

@@ -26,14 +26,16 @@ PORTS_PER_INSTANCE = 32
 KV_EVENTS_OFFSET = 18
 _KV_EVENTS_RANKS = 7
 MIN_KV_EVENTS_PAGE_SIZE = 8
-"""Smallest page size used. Naming and publishing smaller pages costs engines more than it saves."""
+"""Smallest page size of engines with KV events. Naming and publishing smaller pages costs engines
+more than it saves."""
 _KV_EVENTS_BUFFER_STEPS = 2000
 
 ROUTERS_ENV = "SGLANG_SBS_ROUTERS"
 RUST_SERVER_ENV = "SGLANG_RUST_SERVER"
-"""SGLang's switch: each DP rank then serves HTTP itself, at the instance's port + its number."""
+"""SGLang's switch for its Rust server: each DP rank then serves HTTP itself, at the instance's port
++ its rank."""
 HEALTH_PASS_ENV = "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"
-"""Whether `/health` runs a forward pass on an idle engine."""
+"""SGLang's variable for whether `/health` runs a forward pass on an idle engine."""
 
 _TLS = (
     "the router uses plain HTTP to engines, which listen on this machine only. HTTPS for clients "
@@ -153,7 +155,7 @@ class InstancePlan(ServerPlan):
     rank_servers: int = 1
     keys: Keys = field(default_factory=Keys)
     followers: tuple[ProcessPlan, ...] = ()
-    """The instance's processes on other nodes, in order. They serve requests only if each rank
+    """Processes of the instance on its other nodes, in order. These serve HTTP only if each DP rank
     does."""
 
     @property
@@ -262,7 +264,7 @@ class _Planner:
         )
 
     def _environment_of(self, role: Role, url: str) -> dict[str, str]:
-        """Environment of the processes of the instance at ``url``."""
+        """Return the environment of the processes of the instance at ``url``."""
         environment = dict(self._environment)
         if role is Role.UNIFIED:
             environment.pop(RUST_SERVER_ENV, None)
@@ -352,8 +354,8 @@ def _check(options: ClusterOptions, processes: int, ranks_of: Mapping[Role, DpRa
 
 
 class _Ports(NamedTuple):
-    """Ports of one instance: the first of its block, the HTTP server's (rank 0's), the KV
-    registry's, and the first of the KV events' and of their replays'."""
+    """First ports of one instance: of its block, of the HTTP servers (rank 0's), of the KV
+    registry, of KV events and of their replays."""
 
     first: int
     http: int
@@ -396,7 +398,8 @@ def _kv_events_flags(host: str, ports: tuple[int, int] | None) -> tuple[str, ...
 
 
 def _node_host(node: int) -> str:
-    """Address of a node: all of 127/8 is this machine, so each node gets a separate one."""
+    """Return the address of a node: all of 127/8 is this machine, so each node gets a separate
+    one."""
     return f"127.0.0.{1 + node}"
 
 
@@ -412,7 +415,8 @@ def router_argv(
     decode: Iterable[str],
     module: str = "sglang_sbs.launch_router",
 ) -> list[str]:
-    """Argv for engines at these URLs (prefill with bootstrap port); the router's flags follow."""
+    """Return the argv of a router for engines at these URLs (prefill with bootstrap port); further
+    router flags can be appended."""
     argv = [sys.executable, "-m", module, "--pd-disaggregation"]
     for url, bootstrap_port in prefill:
         argv += ["--prefill", url, *([] if bootstrap_port is None else [str(bootstrap_port)])]

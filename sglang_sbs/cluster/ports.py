@@ -13,7 +13,7 @@ LAST_PORT = 31999
 
 _CLAIM_PORTS = 16
 _claims: list[socket.socket] = []
-"""Sockets held until this process ends."""
+"""Sockets whose names mark claimed ports; held until this process ends."""
 
 
 def is_port_free(port: int) -> bool:

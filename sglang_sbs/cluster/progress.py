@@ -18,8 +18,8 @@ from sglang_sbs.cluster.plan import ClusterPlan
 
 @contextmanager
 def show_progress(plan: ClusterPlan) -> Iterator[Callable[[Progress], None]]:
-    """Show a live table on a terminal, or one line per step elsewhere; yields the callback for
-    progress."""
+    """Show a live table on a terminal, or one line per step elsewhere. Yields the function to call
+    with each step."""
     console = Console(file=sys.stderr)
     if not console.is_terminal:
         yield lambda step: console.print(

@@ -62,8 +62,8 @@ async def serve_until_stopped(
 
 
 async def _finished(work: Coroutine[Any, Any, object], stopped: asyncio.Task[Any]) -> bool:
-    """Run a task to its end; False: it was cancelled, because ``stopped`` came first. Raises: its
-    exceptions."""
+    """Wait for a task and return True at its end; False: ``stopped`` ended first and the task was
+    cancelled. Raises: exceptions of the task."""
     task = asyncio.create_task(work)
     try:
         await asyncio.wait({stopped, task}, return_when=asyncio.FIRST_COMPLETED)

@@ -76,12 +76,12 @@ class Forker(Protocol):
 
     itself: SpawnedProcess
     ready: asyncio.Future[None]
-    """Done once it has imported SGLang. Raises: SpawnError, it ended first."""
+    """Done once the process has imported SGLang. Raises: SpawnError, the process ended first."""
 
     async def spawn(self, plan: ProcessPlan) -> SpawnedProcess: ...
 
     async def close(self) -> None:
-        """End it, together with all its engines."""
+        """End the forking process, together with all engines that it forked."""
 
 
 def last_log_lines(log_path: Path, count: int = LAST_LOG_LINES) -> str:

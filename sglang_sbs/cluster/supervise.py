@@ -44,7 +44,8 @@ class ClusterSupervisor:
         return process
 
     def watch(self, process: SpawnedProcess) -> None:
-        """Detect the death of `process`, which another object stops."""
+        """Detect the death of `process`, which is stopped by another object and not by
+        :meth:`stop`."""
         self._watched.append(process)
 
     async def unless_one_dies(self, *waits: Coroutine[Any, Any, object]) -> None:

@@ -18,7 +18,7 @@ _MOST_ERROR_BYTES = 4096
 
 
 class NoAnswerError(Exception):
-    """There is no answer; the text explains why and what to do."""
+    """The router gave no usable answer; the text explains why and what to do."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def key_of(args: argparse.Namespace) -> str | None:
-    """Return the key from the command line, otherwise from the environment."""
+    """Return the router's admin key: ``--admin-api-key``, otherwise ``SGLANG_SBS_ADMIN_API_KEY``
+    (or its former name). None: neither is set."""
     found = args.admin_api_key or os.environ.get(KEY_VARIABLE) or os.environ.get(_FORMER_VARIABLE)
     return found or None
 
@@ -53,8 +54,9 @@ def ask(
     absent: str,
     method: str | None = None,
 ) -> bytes:
-    """Return the response to ``GET path``, or with a ``body`` (JSON) to ``PUT path``, unless
-    another ``method`` is given. ``absent``: meaning of a 404. Raises: NoAnswerError."""
+    """Return the body of the response to ``GET path``, or with a ``body`` (JSON) to ``PUT path``,
+    unless another ``method`` is given. ``absent``: text for a 404. Raises: NoAnswerError, no usable
+    answer."""
     key = key_of(args)
     url = args.router.rstrip("/") + path
     headers = {"Authorization": f"Bearer {key}"} if key else {}

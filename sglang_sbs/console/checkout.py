@@ -11,11 +11,12 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 class NotACheckoutError(Exception):
-    """The package is an installed wheel."""
+    """The module exists only in a checkout, and the package is an installed wheel."""
 
 
 def checkout_module(name: str) -> ModuleType:
-    """Import a module of ``benchmarks`` or ``tools``. Raises: NotACheckoutError."""
+    """Import a module of ``benchmarks`` or ``tools``. Raises: NotACheckoutError, the package is an
+    installed wheel."""
     if not CHECKOUT.joinpath(*name.split(".")).with_suffix(".py").is_file():
         raise NotACheckoutError(name)
     if str(CHECKOUT) not in sys.path:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 ASKED = "_ARGCOMPLETE"
-"""Set by the shell's hook, which accepts only completions from this process."""
+"""Environment variable that the shell's hook sets to ask for completions, which it accepts only
+from this process."""
 
 
 def complete(

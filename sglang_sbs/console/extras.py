@@ -16,7 +16,7 @@ def only_in_a_checkout(verb: str) -> str:
 
 
 def without_matplotlib() -> str | None:
-    """Explain how to install what drawing figures needs; ``None``: installed."""
+    """Explain how to install matplotlib, which figures need; ``None``: installed."""
     if find_spec("matplotlib") is not None:
         return None
     return "matplotlib is not installed: pip install matplotlib, or pip install 'sglang-sbs[sim]'"
@@ -31,12 +31,12 @@ def without_sglang(verb: str, *, on_cpu: bool) -> str | None:
 
 
 def without_jwt() -> str | None:
-    """Explain how to install what checking OIDC tokens needs; ``None``: installed."""
+    """Explain how to install the package that checks OIDC tokens; ``None``: installed."""
     if all(find_spec(name) is not None for name in ("jwt", "cryptography")):  # for signatures
         return None
     return "pip install 'sglang-sbs[jwt]'"
 
 
 def without_kubernetes() -> str | None:
-    """Explain how to install what finding workers as pods needs; ``None``: installed."""
+    """Explain how to install the package that finds workers as pods; ``None``: installed."""
     return None if find_spec("kubernetes_asyncio") else "pip install 'sglang-sbs[kubernetes]'"

@@ -38,7 +38,8 @@ def plain_error(error: BaseException) -> str:
 
 @contextmanager
 def naming_file(flag: str, path: Path) -> Iterator[None]:
-    """Name the flag in errors of opening its file. Raises: OSError."""
+    """Context manager that adds the flag's name to errors of opening its file. Raises: OSError,
+    with that text."""
     try:
         yield
     except OSError as error:
@@ -47,8 +48,8 @@ def naming_file(flag: str, path: Path) -> Iterator[None]:
 
 @contextmanager
 def naming_port(flag: str, host: str, port: int) -> Iterator[None]:
-    """Name the flag at fault, of the port or of the host, in errors of listening. Raises:
-    OSError."""
+    """Context manager that adds the flag at fault (the port's or the host's) to errors of
+    listening. Raises: OSError, with that text."""
     try:
         yield
     except OSError as error:
@@ -62,8 +63,8 @@ def naming_port(flag: str, host: str, port: int) -> Iterator[None]:
 
 
 def system_error(error: OSError) -> str:
-    """Return the system's text for an error: asyncio replaces it with its own text and
-    addresses."""
+    """Return the operating system's text for an error, without the text and addresses with which
+    asyncio replaces it."""
     number = error.errno or 0
     if number <= 0 or isinstance(error, ssl.SSLError):  # numbers of the resolver and OpenSSL
         return error.strerror or str(error)

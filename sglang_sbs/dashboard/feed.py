@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 Take = Callable[[bytes, bool], None]
-"""Receives a frame as JSON, and whether it is a history."""
+"""Callback of a watcher: receives a frame as JSON, and whether the frame is a history."""
 Stop = Callable[[], None]
 Observer = Callable[[Event, Sequence[Command], float], None]
 """Called with every event, its commands and the time. Must neither raise nor block."""
@@ -100,8 +100,8 @@ class LocalFeed:
         return recorder.ttft.gain.ratios(time.monotonic()) if recorder is not None else {}
 
     def request_over(self, timeline: Timeline, parts_s: Mapping[str, float] | None) -> None:
-        """Record an ended request. ``parts_s``: parts of the time to its first token; None if it
-        had none."""
+        """Record an ended request. ``parts_s``: its TTFT by part, in seconds; None if it got no
+        first token."""
         if self.recorder is not None:
             self.recorder.request_over(timeline, parts_s, time.monotonic())
 

@@ -24,9 +24,9 @@ class Gang(msgspec.Struct):
     cached_tokens: int = 0
     held_max_s: float = 0.0
     ranks: dict[int, int] = {}
-    """Requests by prefill DP rank."""
+    """Number of the batch's requests by prefill DP rank."""
     rids: list[str] = []
-    """Ids of the first few."""
+    """Ids of the first few requests of the batch."""
 
 
 def prefill_shown(
@@ -69,8 +69,8 @@ def pass_shown(a_pass: ShownPass) -> list[Any]:
 
 
 def balance_of(passes: Iterable[ShownPass]) -> dict[str, float] | None:
-    """Mean number of ranks with tokens per pass, number of ranks, and ratio of the heaviest rank to
-    the mean; ``None`` without passes."""
+    """Return the mean number of ranks with tokens per pass, the number of ranks, and the ratio of
+    the heaviest rank to the mean; None without passes."""
     known = [[n for n in a_pass.tokens if n is not None] for a_pass in passes]
     if not known:
         return None

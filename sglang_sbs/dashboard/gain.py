@@ -22,7 +22,7 @@ WINDOW_MINUTES = 15
 LEAST_MINUTES = 3
 """Number of whole minutes with requests needed for a ratio."""
 MOST_OFF = 0.25
-"""Relative model error from which no ratio is computed and the page shows no bars."""
+"""Relative error of the model above which no ratio is computed and the page shows no bars."""
 HEADLINE = "round_robin"
 """Baseline of the headline figure: the default of sglang_router."""
 MODELLED, MEASURED = "modelled", "measured"
@@ -33,17 +33,17 @@ class _Minute:
     number: int
     requests: int = 0
     sums_s: dict[str, float] = field(default_factory=dict)
-    """TTFT by figure."""
+    """Sum of TTFTs in seconds, by figure (measured, modelled, each baseline)."""
 
 
 class Gain:
-    """Add every compared request, then read ``summary``."""
+    """Computes the gain over each baseline. Add every compared request, then read ``summary``."""
 
     def __init__(self) -> None:
         self._minutes: deque[_Minute] = deque(maxlen=KEPT_MINUTES + 1)
-        """Minutes; the last one is in progress."""
+        """Sums of the last ``KEPT_MINUTES`` minutes; the last one is in progress."""
         self._first = 0
-        """First whole minute under the policy in force."""
+        """Number of the first whole minute under the policy in force."""
 
     def policy_changed(self, now_s: float) -> None:
         """Restart the ratio with the next minute, because earlier requests had another policy."""
@@ -74,7 +74,8 @@ class Gain:
         ]
 
     def off(self, now_s: float) -> float | None:
-        """Relative error of the model for the real placements; None: no whole minute."""
+        """Return the relative error of the model for the real placements; None without a whole
+        minute."""
         minutes = self._window(now_s)
         measured_s = sum(minute.sums_s[MEASURED] for minute in minutes)
         if not measured_s > 0:
@@ -82,7 +83,8 @@ class Gain:
         return sum(minute.sums_s[MODELLED] for minute in minutes) / measured_s - 1
 
     def ratios(self, now_s: float) -> dict[str, Ratio]:
-        """Return the ratio to each baseline; none with too few minutes or an inaccurate model."""
+        """Return the ratio of mean TTFTs to each baseline; empty with too few minutes or an
+        inaccurate model."""
         minutes = self._window(now_s)
         off = self.off(now_s)
         if len(minutes) < LEAST_MINUTES or off is None or abs(off) > MOST_OFF:
@@ -133,7 +135,7 @@ class Gain:
 
 
 def in_words(ratios: Mapping[str, Ratio]) -> str:
-    """Text for the log line of a minute; empty: nothing is known."""
+    """Format the ratios for the log line of a minute; empty if nothing is known."""
     shown = [
         f"{ratio.ratio:.2f}x of {name} ({ratio.low:.2f} to {ratio.high:.2f})"
         for name in (HEADLINE, "eta")
@@ -164,7 +166,8 @@ def _parts(minutes: list[_Minute], figure: str) -> list[Part]:
 
 
 def _trend(minutes: list[_Minute]) -> str:
-    """Compare the last third with the rest, each with its interval; ``steady`` if these overlap."""
+    """Compare the last third of the minutes with the rest, each with its interval; ``steady`` if
+    the intervals overlap."""
     size = len(minutes) // 3
     if size < LEAST_MINUTES:
         return "steady"

@@ -29,9 +29,9 @@ EVENTS_PATH = "/dashboard/events"
 WELL_PATH = "/well"
 MAX_WATCHERS = 32
 PENDING_FRAMES = 10
-"""A watcher that is this many frames (two seconds) behind is dropped."""
+"""Number of queued frames (two seconds' worth) at which a slow watcher is dropped."""
 SILENT_S = 10.0
-"""The stream ends after this long without a frame, and clients reconnect."""
+"""Seconds without a frame after which the stream ends, so that clients reconnect."""
 
 _SCRIPTS = (
     *("app.js", "page.js", "tip.js", "alerts.js", "slowest.js", "policy.js", "stream.js"),
@@ -165,7 +165,7 @@ class _Watcher:
 
     def __init__(self, transport: asyncio.Transport | None) -> None:
         self.lost = False
-        """Dropped because it was too slow."""
+        """True: the watcher was dropped because it was too slow."""
         self.events: asyncio.Queue[bytes | None] = asyncio.Queue()
         """Queued frames; ``None`` is the end."""
         self._transport = transport

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from sglang_sbs.wire import EndForward
 
 _SETTLE_S = 0.1
-"""Engines that do not gather the tokens of all ranks report them separately: wait this long for
-all."""
+"""Seconds to wait for the reports of all ranks of a pass, on engines that do not gather the tokens
+of all ranks."""
 
 
 @dataclass(slots=True)
@@ -29,7 +29,7 @@ class ShownPass:
     waste_s: float = 0.0
     """Part of the gap in which requests waited in the router."""
     whole: bool = False
-    """The tokens of all ranks are known."""
+    """True: the tokens of all ranks are known."""
     received_s: float = 0.0
     """When the first report of its end arrived."""
 
@@ -74,7 +74,8 @@ class _Instance:
 
 
 class PassHistory:
-    """Pass every EndForward of prefill ranks to it, and take the finished passes."""
+    """Keeps the recent prefill passes. Pass every EndForward of prefill ranks to :meth:`on_report`,
+    and take the finished passes."""
 
     def __init__(self) -> None:
         self._instances: dict[tuple[str, int | None], _Instance] = {}
@@ -110,7 +111,7 @@ class PassHistory:
                 self._unsettled.append(record)
 
     def running(self, instance: str) -> list[tuple[float, list[int | None]]]:
-        """Start and tokens per rank of the running passes as reported; at most one with a
+        """Return ``(start, tokens per rank)`` of the running passes as reported; at most one with a
         barrier."""
         return [
             (known.launched_s, known.launch_tokens)
@@ -131,7 +132,8 @@ class PassHistory:
 
 
 def _tokens(report: EndForward, dp_size: int, barrier: bool) -> list[int | None]:
-    """Tokens of all ranks if the engine gathers them, otherwise of this one."""
+    """Return the extend tokens by DP rank: of all ranks if the engine gathers them, otherwise only
+    of the reporting one."""
     gathered = report.tokens_per_rank
     if barrier and gathered is not None and len(gathered) == dp_size:
         return list(gathered)

@@ -74,7 +74,7 @@ _QUEUE_SAMPLES = 300
 _BUBBLES_FROM_S = 10.0
 """Instance-seconds needed before a share of bubbles is meaningful."""
 _JUDGE_S = 1.0
-"""Interval between checks for the history of alerts."""
+"""Seconds between checks of the alerts for their history."""
 _TIMING = ("interval_s", "mean_forward_s", "latency_s", "lead_s")
 
 Problems = Callable[[], Sequence[tuple[str, str]]]
@@ -188,8 +188,8 @@ class DashboardRecorder:
     def request_over(
         self, timeline: Timeline, parts_s: Mapping[str, float] | None, now_s: float
     ) -> None:
-        """Record an ended request. ``parts_s``: parts of the time to its first token; None if it
-        had none."""
+        """Record an ended request. ``parts_s``: its TTFT by part (``PARTS``), in seconds; None if
+        it got no first token."""
         decision = timeline.decision
         if decision is not None and timeline.outcome != "aborted":
             failed = timeline.outcome == "failed"
@@ -201,7 +201,7 @@ class DashboardRecorder:
             self._slowest.add(now_s, timeline, ttft_s, parts_s)
 
     def _clock(self, now_s: float) -> None:
-        """Add the time in which requests waited."""
+        """Add the time since the last event to the time in which requests waited."""
         if self._waiting_since_s is not None:
             self._waited_s += now_s - self._waiting_since_s
         self._waiting_since_s = now_s if self._waiting else None
@@ -290,7 +290,7 @@ class DashboardRecorder:
             self._past.update(now_s, self._alerts(snapshot, now_s)[0])
 
     def take_new(self, now_s: float) -> tuple[list[ShownPass], list[Gang]]:
-        """Passes and gangs since the last call, which are added to the history."""
+        """Return the passes and batches since the last call, and add them to the history."""
         passes, self._new_passes = list(self._new_passes), deque(maxlen=_PASSES_PER_FRAME)
         gangs, self._new_gangs = self._new_gangs, []
         self._passes.extend(passes)
@@ -415,12 +415,13 @@ class DashboardRecorder:
         return find_alerts(snapshot, scheduler.config, recent), recent
 
     def _oldest(self, now_s: float) -> list[list[Any]]:
-        """The longest waiting requests among those that arrived while being watched."""
+        """Return id, prompt tokens and seconds waited of the longest waiting requests among those
+        that arrived while being watched."""
         first = islice(self._waiting.items(), _SHOWN_WAITING)
         return [[rid, tokens, round(now_s - at_s, 3)] for rid, (tokens, at_s) in first]
 
     def _dispatch_rate(self) -> float:
-        """Dispatch rate over the last ten seconds or less."""
+        """Return the dispatched requests per second over the last ten seconds or less."""
         if not self._trail:
             return 0.0
         last_s, _, last = self._trail[-1]
@@ -465,7 +466,8 @@ class DashboardRecorder:
                 self.ttft.preload(instance.id, backlog, free_s)
 
     def gain(self, now_s: float) -> dict[str, Any]:
-        """The gain of the policy that runs over immediate dispatch (:mod:`.gain`)."""
+        """Return the gain of the policy in force over immediate dispatch
+        (:meth:`.Gain.summary`)."""
         scheduler = self._scheduler
         up = self._up()
         about = Circumstances(

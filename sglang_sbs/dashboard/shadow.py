@@ -21,7 +21,8 @@ from itertools import takewhile
 from sglang_sbs.scheduling.prefill.completion import Chunk, PassFormula, RankPrompt
 
 MAX_REQUESTS = 20_000
-"""A shadow with more unfinished requests no longer resembles the cluster: it restarts empty."""
+"""Limit on unfinished requests of a shadow. With more it no longer resembles the cluster, and
+restarts empty."""
 
 _UNKNOWN = PassFormula(0.0, 0.0, 0.0, 0.0)
 
@@ -39,7 +40,7 @@ class Shape:
     overlap: bool = False
     """The engine has overlap scheduling: it forms a batch while the pass before runs."""
     pause_s: float = 0.0
-    """Time from the end of a pass until the engine looks for the next batch."""
+    """Seconds from the end of a pass until the engine looks for the next batch."""
     formula: PassFormula = _UNKNOWN
     """Simplified cost of a pass, used by :func:`eta`."""
 
@@ -61,21 +62,21 @@ class _ShadowPass:
 class ShadowInstance:
     shape: Shape
     free_s: float
-    """Time when the device is free for a new pass."""
+    """Time when the device can begin a new pass."""
     prompts: list[deque[_Prompt]] = field(init=False)
     queued: list[int] = field(init=False)
     """Tokens per rank that are not in a pass yet."""
     outstanding: list[int] = field(init=False)
-    """Tokens per rank that are not computed yet."""
+    """Tokens per rank not computed yet, in passes or queued."""
     passes: deque[_ShadowPass] = field(default_factory=deque)
     """Passes on the device: at most two with overlap scheduling, otherwise one."""
     due_s: float = math.inf
     """Time of the next event: an iteration of the engine's event loop, or the end of the pass it
     waits for. Infinity: the loop sleeps and nothing is queued."""
     waits: bool = False
-    """The next event is the end of a pass."""
+    """True: the next event is the end of a pass."""
     _launched: bool = False
-    """The previous iteration launched a pass."""
+    """True: the previous iteration launched a pass."""
     _asleep: bool = True
     """The event loop sleeps until a prompt is ready."""
 
@@ -148,7 +149,7 @@ class ShadowInstance:
 
 
 Place = tuple[str, int]
-"""Instance and DP rank."""
+"""Prefill instance and DP rank."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -166,7 +167,8 @@ Rule = Callable[[dict[str, ShadowInstance], ShadowRequest], Place]
 
 
 class ShadowRoundRobin:
-    """Workers in turn, DP ranks in turn: a gateway's default over SGLang's own round robin."""
+    """Baseline ``round_robin``: workers in turn, and DP ranks of each worker in turn, as a gateway
+    and SGLang do by default."""
 
     def __init__(self) -> None:
         self._turn = 0
@@ -193,15 +195,15 @@ class ShadowRoundRobin:
 
 
 def least_tokens(instances: dict[str, ShadowInstance], asked: ShadowRequest) -> Place:
-    """The DP rank with the fewest unfinished prompt tokens, as a gateway would choose that counts
-    without delay."""
+    """Return the DP rank with the fewest unfinished prompt tokens, as a gateway would that counts
+    tokens without delay."""
     name = min(instances, key=lambda name: min(instances[name].outstanding))
     outstanding = instances[name].outstanding
     return name, outstanding.index(min(outstanding))
 
 
 def eta(instances: dict[str, ShadowInstance], asked: ShadowRequest) -> Place:
-    """The DP rank with the earliest predicted finish, as the policy ``eta`` predicts it
+    """Return the DP rank with the earliest predicted finish, as the policy ``eta`` predicts it
     (``scheduling/policies/immediate.py``)."""
     best: tuple[float, int] | None = None
     chosen = ""

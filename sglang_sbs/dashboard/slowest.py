@@ -17,7 +17,8 @@ from sglang_sbs.scheduling.explained.timelines import Timeline
 WINDOW_S = 300.0
 SHOWN = 8
 _SLOT_S = 10.0
-"""The slowest requests are kept per time slot, so that old ones expire in order."""
+"""Seconds per time slot; the slowest requests are kept by slot, so that old ones expire in
+order."""
 _AGAIN_S = 1.0
 
 
@@ -34,14 +35,15 @@ class _Slow:
 
 
 class Slowest:
-    """Add every request that had a first token, then read ``summary``."""
+    """Keeps the slowest recent requests. Add every request that had a first token, then read
+    ``summary``."""
 
     def __init__(self, why: Callable[[str, float], Why | None]) -> None:
         """``why`` returns the reasons of a request, like :meth:`.Scheduler.why`. It is called for
         only a few requests per second."""
         self._why = why
         self._slots: deque[tuple[int, list[_Slow]]] = deque(maxlen=int(WINDOW_S / _SLOT_S) + 1)
-        """Heaps by slot, with the least slow request first."""
+        """Heaps of slow requests by time slot, the least slow request first."""
         self._made_s = -math.inf
         self._summary: list[dict[str, Any]] = []
 

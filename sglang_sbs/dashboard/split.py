@@ -14,13 +14,14 @@ from typing import Any
 WINDOW_S = 300.0
 _MAX_SAMPLES = 2_000
 _AGAIN_S = 1.0
-"""Interval between evaluations of the samples, because frames are more frequent."""
+"""Seconds between evaluations of the samples; frames are more frequent."""
 _BANDS = {"p50": (0.4, 0.6), "p99": (0.98, 1.0)}
-"""Ranges of requests by TTFT that represent a percentile."""
+"""Range of ranks by TTFT (shares of the requests) that represents each percentile."""
 
 
 class TimeSplit:
-    """Add the parts of each request that had a first token, then read ``summary``."""
+    """Splits TTFT into parts at p50 and p99. Add the parts of each request that had a first token,
+    then read ``summary``."""
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, float, Mapping[str, float]]] = deque(maxlen=_MAX_SAMPLES)
@@ -32,7 +33,7 @@ class TimeSplit:
         self._samples.append((now_s, ttft_s, parts_s))
 
     def summary(self, now_s: float) -> dict[str, Any]:
-        """TTFT and its parts at p50 and p99, seconds, over the last five minutes."""
+        """Return TTFT and its parts at p50 and p99, in seconds, over the last five minutes."""
         if now_s >= self._made_s + _AGAIN_S:
             self._made_s = now_s
             recent = [sample for sample in self._samples if now_s - sample[0] <= WINDOW_S]

@@ -23,7 +23,7 @@ from sglang_sbs.dashboard.top_view import TopView, plain
 _GANGS = 40
 _AGAIN_S = 1.0
 _DRAW_EVERY = 2
-"""Draw every second frame: five per second are more than a terminal needs."""
+"""Draw only every second frame: five per second are more than a terminal needs."""
 
 
 def parser() -> argparse.ArgumentParser:

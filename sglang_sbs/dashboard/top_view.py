@@ -19,7 +19,7 @@ Line = Text | Rule
 
 _NAME_CHARS = 24
 _BEFORE_CELLS = 56
-"""Cells before the ranks in a line: name, state and figures."""
+"""Width, in characters, of what precedes the ranks' cells in a line: name, state and figures."""
 _LEAST_KV = 128 * 1024
 _STEPS = " ▁▂▃▄▅▆▇█"
 _COLOURS = ("blue", "cyan", "green", "yellow", "red")
@@ -101,7 +101,8 @@ def _name(instance: dict[str, Any]) -> Text:
 
 
 def _grouped(instances: Sequence[dict[str, Any]], per_rank: str, width: int) -> str:
-    """Describe what a character above stands for, if it represents several ranks."""
+    """Return the part of the heading that says how many DP ranks a cell of the bar stands for;
+    empty if one. ``per_rank``: field with the list of the ranks' values."""
     room = width - _BEFORE_CELLS
     most = max((len(instance[per_rank]) for instance in instances), default=0)
     if room <= 0 and most:
@@ -253,7 +254,7 @@ def _oldest(ages: list[float | None]) -> str:
 
 
 def _prefill(state: dict[str, Any]) -> tuple[str, list[float]]:
-    """Text about a prefill instance, and the load of its ranks."""
+    """Return the text about a prefill instance, and the load of its ranks as shares."""
     free = sum(max(0, tokens) for tokens in state["c_avail"])
     shown = f"{free:>7,} free, seen {_oldest(state['age']):>6} "
     if not state.get("barrier", True):

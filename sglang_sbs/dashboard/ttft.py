@@ -41,24 +41,26 @@ _MAX_SAMPLES = 2_000
 _MAX_PENDING = 20_000
 _TAILS = 64
 _UNDECIDED_S = 10.0
-"""A request that waits for longer than this enters the shadows before its outcome is known."""
+"""Seconds of waiting after which a request enters the shadows before its outcome is known."""
 SLICE_S = 0.2
 """Interval between calls of :meth:`TtftComparison.advance`."""
 _SLICE_US = 4_000.0
-"""Limit on the CPU time of one slice, 2 % of a core, in terms of the next two constants."""
+"""Limit on the CPU time of one slice in microseconds (2 % of a core), estimated from
+``_REQUEST_US`` and ``_INSTANCE_US``."""
 _REQUEST_US = 40.0
-"""CPU time per request in the shadows, measured on a slow core; the next constant is added per
-instance, because the rules look at all of them."""
+"""CPU time per request in the shadows in microseconds, measured on a slow core; ``_INSTANCE_US`` is
+added per instance, because the rules look at all of them."""
 _INSTANCE_US = 2.5
 _MOST_BEHIND = 2_000
-"""Limit on requests that could enter the shadows but have not."""
+"""Limit on the backlog of requests that could enter the shadows but have not."""
 _REST_S = 60.0
 MOST_EACH_MINUTE = 1_500
 """Number of requests in a minute up to which the shadows follow the next minute as well."""
 PAUSED_MINUTES = 2
-"""Minutes without shadows after one with more requests."""
+"""Number of minutes without shadows after a minute with more than ``MOST_EACH_MINUTE`` requests."""
 _WARM_UP_S = 10.0
-"""Time after a start in which the shadows do not have the queues of the engines yet."""
+"""Warm-up after a pause, in seconds, because the shadows restart empty: requests that arrive in it
+enter the shadows, but do not count."""
 RULES: dict[str, str] = {
     "eta": "immediate, to the DP rank with the earliest predicted finish",
     "least_tokens": "immediate, to the DP rank with the fewest unfinished tokens",
@@ -82,7 +84,8 @@ class _Pending:
 
 
 class TtftComparison:
-    """Pass it the events of every request, and read percentiles."""
+    """Compares measured TTFTs with the shadows'. Pass it the events of every request, and read
+    percentiles."""
 
     def __init__(self) -> None:
         self._rules: dict[str, Rule] = {
@@ -102,16 +105,16 @@ class TtftComparison:
         self.rests_until_s = -math.inf
         """The shadows are empty until this time."""
         self.overtaxed = False
-        """The shadows pause because there were more requests than they could follow."""
+        """True: the shadows pause because there were more requests than they could follow."""
         self._counts_from_s = -math.inf
         """Requests that arrived before this time do not count for the gain."""
         self._minute = 0
         self._in_minute = 0
         """Number of requests that arrived in the current minute."""
         self._stopped_s = 0.0
-        """End of the last minute before a pause."""
+        """Time when the last minute before a pause ended."""
         self.begins = True
-        """The shadows have not received the engines' backlog yet."""
+        """True: the shadows have not received the engines' backlog yet."""
 
     def follow(self, shapes: dict[str, Shape], now_s: float) -> None:
         for cluster in self._clusters.values():
@@ -261,8 +264,8 @@ class TtftComparison:
             self.gain.add(now_s, sample)
 
     def slowness(self, now_s: float) -> tuple[int, float, float]:
-        """Number of requests that prefill answered in the last minute, p95 of their TTFT, and p95
-        of their TTFT per pass of their prompt, in seconds."""
+        """Return the number of requests that prefill answered in the last minute, p95 of their
+        TTFT, and p95 of their TTFT per pass of their prompt, in seconds."""
         recent = [(ttft_s, n) for at_s, ttft_s, n in self._waits if now_s - at_s <= WINDOW_S]
         if not recent:
             return 0, 0.0, 0.0
@@ -271,8 +274,8 @@ class TtftComparison:
         return len(recent), percentile(ttfts_s, 0.95), percentile(per_pass_s, 0.95)
 
     def summary(self, now_s: float) -> dict[str, Any]:
-        """Percentiles over the last minute in seconds, as of the last :meth:`advance`; empty if
-        unknown. In a pause they are of the minute that ended ``stopped_s`` ago."""
+        """Return percentiles over the last minute in seconds, as of the last :meth:`advance`; empty
+        if unknown. In a pause they are of the minute that ended ``stopped_s`` ago."""
         is_paused = now_s < self._counts_from_s and not self.overtaxed
         end_s = self._stopped_s if is_paused else now_s
         recent = [sample for at_s, sample in self._samples if 0 <= end_s - at_s <= WINDOW_S]

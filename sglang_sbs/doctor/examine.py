@@ -22,7 +22,7 @@ _CHECKS = engine, cluster, endforward, prefill, security, router
 CATALOGUE: Mapping[str, Wording] = {
     name: wording for module in _CHECKS for name, wording in module.finding.items()
 }
-"""Every possible finding of the doctor."""
+"""Severity and advice of every possible finding, by id."""
 
 
 async def gather(options: DoctorOptions, progress: Progress = lambda _doing: None) -> ClusterFacts:

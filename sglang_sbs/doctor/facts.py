@@ -35,11 +35,11 @@ class Failure(Exception):
 @dataclass(slots=True)
 class Bootstrap:
     host: str
-    """Host as sent to decode engines; the port likewise."""
+    """Host of the bootstrap server as sent to decode engines; ``port`` likewise."""
     port: int
     failure: str = ""
     status: int = 0
-    """Status of ``GET /route`` for the whole engine; 503 while ranks are missing."""
+    """HTTP status of ``GET /route`` for the whole engine; 503 while ranks are missing."""
     text: str = ""
     layout: dict[str, Any] = field(default_factory=dict)
     """``PrefillServerInfo`` of SGLang's ``disaggregation/common/conn.py``."""
@@ -55,21 +55,21 @@ class EngineFacts:
 
     url: str
     role: InstanceRole
-    """Role as given; the bootstrap port likewise."""
+    """Role as given on the command line; the bootstrap port likewise."""
     given_port: int | None = None
     failure: Failure | None = None
     data: dict[str, Any] = field(default_factory=dict)
     """``/server_info`` without secrets."""
     admin_api_key: str = field(default="", repr=False)
-    """Key as shown by the engine, only for comparison: it is never written anywhere."""
+    """Admin API key as shown by the engine, only for comparison: it is never written anywhere."""
     info: WorkerInfo | None = None
     """The parsed data; ``None``: the router could not use it."""
     unusable: UnusableWorker | None = None
-    """Reason why it is unusable."""
+    """Reason why the router could not use the engine; None: it could."""
     ready_status: int = 0
-    """Status of ``GET /ready``; 404 before SGLang 0.5.20."""
+    """HTTP status of ``GET /ready``; 404 before SGLang 0.5.20."""
     rtts_s: list[float] = field(default_factory=list)
-    """Round trip times of ``/ready``."""
+    """Round trip times of ``GET /ready``, in seconds."""
     loads: LoadPolled | None = None
     clock_offset_s: float | None = None
     """Engine's wall clock minus ours, accurate to half a round trip."""
@@ -89,12 +89,12 @@ class EngineFacts:
 
     @property
     def sbs(self) -> SbsBlock | None:
-        """The plugin's parsed block of ``/server_info``."""
+        """The plugin's block of ``/server_info``, parsed; None if absent."""
         return self.info.sbs if self.info is not None else None
 
     @property
     def plugin(self) -> dict[str, Any]:
-        """The same block unparsed; empty if absent."""
+        """The plugin's block of ``/server_info``, unparsed; empty if absent."""
         block = self.data.get("sbs")
         return block if isinstance(block, dict) else {}
 
@@ -139,7 +139,7 @@ class RouterFacts:
     """Effects of the router's flags (``sbs_options`` of ``/server_info``)."""
 
     def entry(self, url: str) -> dict[str, Any]:
-        """The engine's entry in ``/workers``; empty if the router does not have it."""
+        """Return the router's entry of an engine in ``/workers``; empty if it has none."""
         alias = alias_of(url)
         return next(
             (worker for worker in self.workers if alias_of(text(worker, "url")) == alias), {}
@@ -168,10 +168,10 @@ class RouterFacts:
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
     pair: str
-    """``PREFILL -> DECODE``"""
+    """URLs of the probed pair, as ``PREFILL -> DECODE``."""
     ranks: str
     failure: str
-    """Error; empty if it generated its token."""
+    """Error text; empty if the pair generated the token."""
     took_s: float
 
 
@@ -198,7 +198,8 @@ SHOWN_VERSION = (0, 5, 22)
 
 
 def may_speak_unseen(facts: EngineFacts) -> bool:
-    """Return whether only EndForward itself can show that this engine has the plugin."""
+    """Return whether the engine may have the plugin although ``/server_info`` cannot show it
+    (before :data:`SHOWN_VERSION`), so that only EndForward can."""
     if facts.info is None or facts.info.sbs is not None:
         return False
     version = parse_version(facts.info.version)
@@ -206,7 +207,8 @@ def may_speak_unseen(facts: EngineFacts) -> bool:
 
 
 def key_differs(options: DoctorOptions, facts: EngineFacts) -> bool:
-    """Return whether only one of plugin and doctor has a key, as far as the plugin reports it."""
+    """Return whether only one of plugin and doctor has a CURVE secret, as far as the plugin reports
+    it."""
     encrypted = facts.plugin.get("encrypted")
     return isinstance(encrypted, bool) and encrypted != (options.key_file is not None)
 
@@ -227,13 +229,13 @@ def objects(value: object) -> list[dict[str, Any]]:
 
 
 def number(data: Mapping[str, Any], name: str) -> int:
-    """Return a whole number; 0 if absent."""
+    """Return a field of an engine's response as a whole number; 0 if absent."""
     value = data.get(name)
     return value if isinstance(value, int) and not isinstance(value, bool) else 0
 
 
 def text(data: Mapping[str, Any], name: str) -> str:
-    """Return a string; empty if absent."""
+    """Return a field of an engine's response as a string; empty if absent."""
     value = data.get(name)
     return value if isinstance(value, str) else ""
 

@@ -53,7 +53,7 @@ class Seen(NamedTuple):
 
 
 class _Unreported(Exception):
-    """No router reported the effects of its flags."""
+    """Raised by a row whose state depends on flags that no router reported."""
 
 
 class FeatureView:
@@ -69,7 +69,7 @@ class FeatureView:
         self.engines = [*self.prefill, *self.decode]
         self.router = router = facts.router or RouterFacts("")
         self.asked = router.failure is None and bool(router.state)
-        """A router of this project responded."""
+        """True: a running router of this project responded."""
         self.state = router.state
         self.options: dict[str, Any] = (
             facts.options.router_flags.shown() if facts.router is None else router.options
@@ -77,25 +77,28 @@ class FeatureView:
 
     @property
     def required_options(self) -> dict[str, Any]:
-        """``options``, for rows that cannot do without. Raises: _Unreported."""
+        """Return ``options``, for rows that depend on them. Raises: _Unreported, no router reported
+        them."""
         if not self.options:
             raise _Unreported
         return self.options
 
     @property
     def policy(self) -> str:
-        """The router's policy. Raises: _Unreported."""
+        """Return the router's policy. Raises: _Unreported, no router reported it."""
         policy = text(self.state, "policy") or text(self.required_options, "policy")
         if not policy:
             raise _Unreported
         return policy
 
     def problem(self, engine: EngineFacts, kind: str) -> str:
-        """The router's problem of this kind with an engine; empty without one."""
+        """Return the router's text about its problem of this kind with an engine; empty without
+        one."""
         return text(self.router.problems(engine.url), kind)
 
     def silent_ranks(self, engine: EngineFacts) -> list[int] | None:
-        """DP ranks without EndForward, at the router or here; ``None``: not known."""
+        """Return the engine's DP ranks from which no EndForward reached the router (or the doctor,
+        if no router responded); None: not known."""
         reporting: set[int]
         if self.asked:
             ages_s = self.router.ages_s(engine.url)
@@ -116,7 +119,7 @@ class Feature(NamedTuple):
     id: str
     title: str
     turn_on: str
-    """The flag or variable, and its side."""
+    """How to turn it on: flag or variable, and where to set it, e.g. ``--policy sbs (router)``."""
     decide: Decide
 
 
@@ -166,7 +169,9 @@ _NO_ENGINE = Seen(State.UNKNOWN, "no such engine could be asked", "see sglang-sb
 
 
 def _over(engines: Sequence[EngineFacts], fault: Callable[[EngineFacts], str], on: str) -> Seen:
-    """Return on if no engine has a fault, off if all have one, and partly otherwise."""
+    """Return the state of a feature over several engines: on if no engine has a fault, off if all
+    have one, and partly otherwise. ``fault``: returns an engine's fault, empty if none; ``on``:
+    reason shown for on."""
     if not engines:
         return _NO_ENGINE
     faults = {engine.url: found for engine in engines if (found := fault(engine))}
@@ -270,7 +275,8 @@ def _half_a_gate(engine: EngineFacts) -> str:
 
 
 def _gate_fault(engine: EngineFacts) -> str:
-    """Reason why this engine's gate is off, by the rules of ``engine/gang_hold.py``."""
+    """Return why this engine's batch gate is off, by the rules of ``engine/gang_hold.py``; empty if
+    it is on."""
     if not engine.plugin:
         return "no plugin"
     if engine.plugin.get("gang_gate_ms") == 0:

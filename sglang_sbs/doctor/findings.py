@@ -15,7 +15,7 @@ GROUPS = (
     *("reach", "version", "plugin", "endforward", "limits", "flags", "pair", "latency"),
     *("bootstrap", "cache", "room", "security", "router", "probe"),
 )
-"""Topics of findings in the order of reports: the first word of an id."""
+"""Topics of findings in the order of reports. The first word of a finding's id is its topic."""
 
 
 class Severity(StrEnum):
@@ -36,7 +36,8 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """``subject`` is an engine's URL, ``PREFILL -> DECODE``, :data:`CLUSTER` or :data:`ROUTER`."""
+    """One result of a check. ``subject``: an engine's URL, ``PREFILL -> DECODE``, :data:`CLUSTER`
+    or :data:`ROUTER`."""
 
     id: str
     severity: Severity
@@ -69,8 +70,8 @@ class Findings(dict[str, Wording]):
     def __call__(
         self, finding_id: str, subject: str, seen: str, change: str | None = None
     ) -> Finding:
-        """Create a finding. ``change``: more specific advice, if known. Raises: KeyError, unknown
-        id."""
+        """Create a finding. ``seen``: the observation; ``change``: more specific advice, if known.
+        Raises: KeyError, unknown id."""
         severity, advice = self[finding_id]
         return Finding(finding_id, severity, subject, seen, advice if change is None else change)
 

@@ -54,13 +54,13 @@ class DoctorOptions:
     strict: bool = False
     quiet: bool = False
     json: Path | None = None
-    """File for the report as JSON; ``-``: standard output, instead of text."""
+    """Path of the report as JSON; ``-``: standard output, instead of the text."""
     timeout_s: float = 10.0
     """Time limit per response."""
     wait_s: float = 6.0
     """Time limit for EndForward from every rank."""
     given_bind: str | None = None
-    """``--sbs-endforward-bind`` if given."""
+    """Value of ``--sbs-endforward-bind``; None if not given."""
     key_file: Path | None = None
 
 

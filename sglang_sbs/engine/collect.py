@@ -19,7 +19,7 @@ HEALTH_CHECK_RID_PREFIX = "HEALTH_CHECK"
 """Prefix of ``/health`` requests (``constants.py``), which no router sends."""
 RUST_SERVER_DIGITS = 16
 _MOST_COUNT, _MOST_ROOM = 1 << 40, (1 << 63) - 1
-"""Largest values allowed in the message."""
+"""Largest values of counts and of bootstrap rooms allowed in the message."""
 _LIMITS = {
     "chunk_tokens": ("chunked_prefill_size", "max_prefill_tokens"),
     "max_running_requests": ("max_running_requests",),
@@ -35,16 +35,17 @@ class ProcessPosition(NamedTuple):
     dp_rank: int
     dp_size: int
     emits: bool
-    """One process per KV cache reports: the first of its pipeline, attention TP and context
-    group."""
+    """Whether this process reports. One process per KV cache does: the first of its pipeline,
+    attention TP and context group."""
     barrier: bool
-    """The DP ranks run their event loops in lockstep: in every turn they gather each rank's
+    """Whether the DP ranks run their event loops in lockstep: in every turn they gather each rank's
     contribution to a pass (``managers/scheduler_components/dp_attn.py``)."""
     processes: int
     """Processes of this DP rank (attention TP x CP), per pipeline stage; 0: unknown in this
     SGLang."""
     number: int
-    """Number of this process among them; 0 receives the requests and passes them on."""
+    """Number of this process among those of its DP rank; process 0 receives the requests and passes
+    them on."""
     stages: int
     """Number of pipeline stages."""
     hosts: int
@@ -63,7 +64,7 @@ class LaunchedPass(NamedTuple):
     tokens_per_rank: list[int] | None
     is_extend: bool
     finished: Sequence[str] = ()
-    """Ids of the requests whose last prompt tokens are in it."""
+    """Ids of the requests whose last prompt tokens are in this pass."""
 
     @property
     def tokens(self) -> int:
@@ -296,7 +297,7 @@ class SchedulerReader:
             known = (getattr(scheduler, name, 0) for name in names)
             setattr(self.said, field, int(next(filter(None, known), 0)))
         self.missing = ["kv_tokens"] if self._used_tokens is None else []
-        """Fields that this version cannot fill."""
+        """Names of message fields that this SGLang version cannot fill."""
         self.missing += [name for name in _LIMITS if not getattr(self.said, name)]
 
     def is_spin(self, launched: LaunchedPass) -> bool:

@@ -40,9 +40,10 @@ class ConfigError(ValueError):
 @dataclass(frozen=True)
 class HookConfig:
     routers: tuple[str, ...]
-    """Endpoints to connect to: ``tcp://HOST:PORT`` or ``ipc://PATH``."""
+    """Endpoints of routers to connect to: ``tcp://HOST:PORT`` or ``ipc://PATH``."""
     bind: str | None
-    """``tcp://HOST:PORT`` of rank 0; rank d binds ``PORT + d``."""
+    """Endpoint to bind instead: ``tcp://HOST:PORT`` of rank 0; rank d binds ``PORT + d``. None: do
+    not bind."""
     instance_id: str
     boot_id: str
     booted_s: int = 0

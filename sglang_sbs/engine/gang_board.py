@@ -28,14 +28,14 @@ unreachable."""
 MOST_RANKS = 16
 """Largest number of ranks of an engine on one host; the number of sockets grows with its square."""
 _MOST_GANGS = 64
-"""Number of batches whose messages are kept."""
+"""Number of recent batches whose messages are kept."""
 _MESSAGE = struct.Struct("<IQ?QQ")
 
 
 @dataclass(slots=True)
 class Word:
     """The latest state that a rank reported about its part of a batch. A turn is an iteration of
-    the event loop, numbered alike on all ranks."""
+    SGLang's event loop, numbered alike on all ranks."""
 
     ready_turn: int = 0
     """Turn in which the last request of the part became ready to start. 0: not yet."""
@@ -59,7 +59,7 @@ class Board:
         self._silences = 0
         self.is_open = False
         self.failed = False
-        """The board was open, but the others could not be reached."""
+        """True: the board was open, but the other processes could not be reached."""
 
     def say(self, tag: int, word: Word) -> None: ...
 
@@ -73,7 +73,7 @@ class Board:
             self._silences = 0
 
     def _take_in(self) -> bool:
-        """Read the messages; return whether there were any."""
+        """Read the messages of the other processes; return whether there were any."""
         return False
 
     def words_of(self, tag: int) -> Mapping[int, Word]:
@@ -100,9 +100,9 @@ class Board:
         return sum(0 < word.ready_turn < turn for word in words) >= part.ranks
 
     def taken_in(self, part: GangPart, turn: int) -> bool:
-        """Return whether decode had accepted the whole batch, on all ranks, before the end of a
+        """Return whether decode had accepted the whole batch, on all ranks, before the end of the
         pass whose result is processed in ``turn``. Usually every rank has received these words by
-        now. Requests that have not reached prefill do not count."""
+        then. Requests that have not reached prefill do not count."""
         turns = [word.taken_turn for word in self.words_of(part.tag).values()]
         return sum(0 < taken <= turn for taken in turns) >= part.ranks
 

@@ -34,12 +34,13 @@ _FLAGS = (1 << _FLAG_BITS) - 1
 _WORD_BITS = TAG_BITS + _FLAG_BITS
 _PRESENT = 1 << (PAIRS_BITS + _WORD_BITS)
 _VOTE_WORDS = 2
-"""Words that fit above the lowest bit of a yes vote; a no vote must stay zero."""
+"""Number of words that fit above the lowest bit of a yes vote; a no vote must stay zero."""
 _MOST_UNSAID = 64
 MOST_TURNS_ALONE = 50
-"""Turns for which a rank waits for the others to open their boards, e.g. after a switch of role."""
+"""Limit on turns in which a rank waits for the others to open their boards, e.g. after a switch of
+role."""
 _EARLIER = 1
-"""Offset of the turn in which gathered words were sent: one before this."""
+"""Offset of the turn in which gathered words were sent: the turn before the current one."""
 
 
 class Columns(NamedTuple):
@@ -59,7 +60,7 @@ class GatherBoard(Board):
         self._unsaid: dict[int, Word] = {}
         self._turns_alone = 0
         self._complete = False
-        """All ranks have taken part at least once."""
+        """True: all ranks have taken part at least once."""
 
     def is_possible(self) -> bool:
         """Return whether SGLang gathers these numbers, as it does since 0.5.22."""

@@ -56,12 +56,13 @@ logger = logging.getLogger(__name__)
 
 ARRIVAL_SHARE = 5
 _PATIENCE = 4
-"""Longest wait for requests that have not arrived, as a multiple of the recent arrival span."""
+"""Longest wait for requests that have not arrived, as a multiple of the recent arrival span (time
+from the first to the last request of a batch)."""
 _FORGETTING = 0.9
-"""Factor by which each new batch reduces the arrival span of earlier batches."""
+"""Factor by which each new batch reduces the remembered arrival span of earlier batches."""
 MOST_TURN_S = 0.005
-"""Limit on the counted time of one turn, because the turn may contain a forward pass, during which
-nothing could start."""
+"""Limit, in seconds, on the counted time of one turn, because the turn may contain a forward pass,
+during which nothing could start."""
 MOST_MISSED = 1
 """Passes that may start without a held batch; after that it starts incomplete. Turns are rare while
 passes run, so the time limit alone would take long to expire."""
@@ -92,9 +93,9 @@ class _HeldBatch:
     span_s: float = 0.0
     """Seconds from the first request seen here until the whole batch had arrived."""
     came: bool = False
-    """The whole batch has arrived, on all ranks."""
+    """True: the whole batch has arrived, on all ranks."""
     free: bool = False
-    """The batch is no longer held, even if some of its requests have not arrived."""
+    """True: the batch is no longer held, even if some of its requests have not arrived."""
 
 
 class GangHold:
@@ -123,7 +124,8 @@ class GangHold:
         self._is_supported = True
         self._errors = 0
         self._turn = self._result_turn = FIRST_TURN
-        """``_result_turn``: latest turn in which a pass ended before the look at the queue."""
+        """Number of the current turn; ``_result_turn``: latest turn in which a pass ended before
+        the look at the queue."""
         self._taken_turn = FIRST_TURN
         """Next turn that looks at the queue; a handshake that ends now counts from that turn on."""
         self._taken: dict[int, set[int]] = {}
@@ -139,7 +141,7 @@ class GangHold:
         """Batches that started without some of their requests, which had not arrived."""
 
     def fault(self) -> str:
-        """Value for ``EndForward.gang_gate``."""
+        """Return the fault of the gate as a value of ``EndForward.gang_gate``; empty: none."""
         if self._errors >= MAX_ERRORS:
             return GATE_ERRORS
         if not self._is_supported:
@@ -367,7 +369,8 @@ class GangHold:
         return FirstProcess(board, place.processes) if place.number == 0 else OtherProcess(board)
 
     def _failed(self) -> None:
-        """Handle an exception of the gate: SGLang continues as if no request were held."""
+        """Handle an exception of the gate, after which SGLang continues as if no request were
+        held."""
         self._errors += 1
         if self._errors == 1:
             logger.warning("batch gate: first error; batches may start incomplete", exc_info=True)
@@ -378,5 +381,6 @@ class GangHold:
 
 
 def describes_batch(req: Any) -> bool:
-    """Return whether the request's bootstrap room describes its batch."""
+    """Return whether the request's bootstrap room encodes its batch
+    (:mod:`sglang_sbs.wire.gangs`)."""
     return is_sized(str(req.rid)) and isinstance(req.bootstrap_room, int)

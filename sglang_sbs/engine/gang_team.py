@@ -17,11 +17,12 @@ from typing import Any
 from sglang_sbs.engine.gang_board import Board, Word
 
 _IN_HANDSHAKE = 1
-"""``KVPoll.Bootstrapping`` (``disaggregation/base/conn.py``)."""
+"""Value of ``KVPoll.Bootstrapping`` (``disaggregation/base/conn.py``)."""
 
 
 class OnlyProcess:
-    """The only process of a DP rank: SGLang does not see the requests that it holds."""
+    """Strategy for the only process of a DP rank: SGLang does not see the requests that it
+    holds."""
 
     is_alone = True
 
@@ -41,7 +42,8 @@ class OnlyProcess:
 
     @contextmanager
     def keep_back(self, queue: Any, held: list[Any]) -> Iterator[None]:
-        """Hide held requests while SGLang takes ready ones out of ``queue``."""
+        """Context manager that hides held requests while SGLang takes ready ones out of
+        ``queue``."""
         rids = {req.rid for req in held}
         queue.queue = [req for req in queue.queue if req.rid not in rids]
         try:
@@ -51,7 +53,7 @@ class OnlyProcess:
 
 
 class FirstProcess(OnlyProcess):
-    """The process that decides for all processes of its DP rank."""
+    """Strategy for the process that decides for all processes of its DP rank."""
 
     is_alone = False
 
@@ -71,8 +73,8 @@ class FirstProcess(OnlyProcess):
 
     @contextmanager
     def keep_back(self, _queue: Any, held: list[Any]) -> Iterator[None]:
-        """Report requests as still in the handshake, which holds them in all processes of the DP
-        rank. Failed handshakes are reported as failed."""
+        """Context manager that reports requests as still in the handshake, which holds them in all
+        processes of the DP rank. Failed handshakes are reported as failed."""
         senders = [req.disagg_kv_sender for req in held]
         try:
             for sender in senders:
@@ -84,7 +86,7 @@ class FirstProcess(OnlyProcess):
 
 
 class OtherProcess(OnlyProcess):
-    """A process that reports to the first process of its DP rank, which decides."""
+    """Strategy for a process that reports to the first process of its DP rank, which decides."""
 
     is_alone = False
 

@@ -36,11 +36,11 @@ logger = logging.getLogger(__name__)
 
 MAX_ERRORS = 20
 CHANGE_SHARE = 0.25
-"""A change of the running set shortens the interval between decode messages to this share."""
+"""Share of the usual interval between decode messages that applies when the running set changes."""
 CHANGE_INTERVAL_S = 0.01
-"""A change of state outside of passes is reported at most this often."""
+"""Least seconds between two reports of state changes outside of passes."""
 _OF_PASS = [name for name in LaunchedPass._fields if name not in ("is_extend", "finished")]
-"""Fields of a pass that are also fields of a message."""
+"""Names of the fields of a pass that are also fields of a message."""
 _NO_PASS = LaunchedPass(0, "idle", 0.0, 0, 0, 0, None, False)
 """Pass in messages of a rank that has run none."""
 Original = Callable[..., Any]
@@ -75,9 +75,9 @@ class RankHook:
         self._reader: SchedulerReader | None = None
         self._sink: Publisher | None = None
         self._rids: list[str] = []
-        """Accepted requests not reported yet."""
+        """Ids of the accepted requests not reported yet."""
         self._accepted: list[Accepted] = []
-        """The same requests with their details."""
+        """Details of the accepted requests in ``_rids``, not reported yet."""
         self._processing: Any = None
         """The result that SGLang is processing."""
         # The last completed pass, and the last message.

@@ -38,7 +38,8 @@ def wrap(target: str, hook: Callable[..., Any], kind: str) -> None:
 
 
 def is_loaded(target: str) -> bool:
-    """Return whether :func:`wrap` would find the target."""
+    """Return whether the dotted name ``target`` exists in a module that is already imported.
+    Imports nothing."""
     return _find(target) is not None
 
 

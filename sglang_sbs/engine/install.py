@@ -44,7 +44,8 @@ ROOM_STATUS = "sglang.srt.disaggregation.common.conn.CommonKVManager.update_stat
 
 
 class Hook(NamedTuple):
-    """A hook; ``targets`` are its names in different releases, newest first."""
+    """A function to register in SGLang; ``targets`` are the names of the hooked function in
+    different releases, newest first."""
 
     targets: tuple[str, ...]
     function: Callable[..., Any]
@@ -74,8 +75,9 @@ def describe(config: HookConfig) -> dict[str, object]:
 
 
 def _defers_release() -> bool:
-    """Return SGLang's switch for keeping an aborted request's KV pages until its transfer has ended
-    (``environ.py``, from 0.5.19). Whether the transfer backend supports it is not checked."""
+    """Return whether SGLang is configured to keep an aborted request's KV pages until its transfer
+    has ended (``environ.py``, from 0.5.19). Whether the transfer backend supports it is not
+    checked."""
     try:
         envs = importlib.import_module("sglang.srt.environ").envs
         return bool(envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE.get())
@@ -84,7 +86,8 @@ def _defers_release() -> bool:
 
 
 def _transfer_timeout_s() -> int:
-    """Return Mooncake's own variable in whole seconds; 0 if it is unset or invalid."""
+    """Return Mooncake's transfer timeout, from Mooncake's own variable, in whole seconds; 0 if it
+    is unset or invalid."""
     setting = os.environ.get("MC_TRANSFER_TIMEOUT", "")
     return int(setting) if setting.isdecimal() and len(setting) < 10 else 0
 

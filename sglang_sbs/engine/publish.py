@@ -22,9 +22,10 @@ logger = logging.getLogger(__name__)
 
 RESOLVE_INTERVAL_S = 30.0
 REVIVE_INTERVAL_S = 5.0
-"""Interval of checking for routers whose connection was abandoned."""
+"""Seconds between checks for routers whose connection libzmq has abandoned."""
 SEND_HWM = 64
-"""Messages queued for a stalled router; further ones are lost, and the next one heals it."""
+"""Limit on messages queued for a stalled router; further ones are lost, and the next one that
+arrives makes up for them."""
 
 _MORE = zmq.NOBLOCK | zmq.SNDMORE
 

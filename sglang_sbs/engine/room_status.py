@@ -13,7 +13,8 @@ from typing import Any
 
 TAKEN_IN = 2
 OPENING = (1, TAKEN_IN)
-"""``KVPoll.Bootstrapping``, ``KVPoll.WaitingForInput`` (``disaggregation/base/conn.py``)."""
+"""Statuses of an open handshake: ``KVPoll.Bootstrapping``, ``KVPoll.WaitingForInput``
+(``disaggregation/base/conn.py``)."""
 # SGLang fault: lost-handshake
 _one_at_a_time = threading.Lock()
 

@@ -25,7 +25,7 @@ MOST_REQUESTS = 1_000_000
 class ReadLog:
     config: SchedulerConfig
     observed: bool = False
-    """The log is from ``sglang-sbs observe``, so no scheduler of ours made the decisions."""
+    """True: the log is from ``sglang-sbs observe``, so no scheduler of ours made the decisions."""
     began_s: float = 0.0
     ended_s: float = 0.0
     events: int = 0
@@ -39,7 +39,7 @@ class ReadLog:
     """Request ids in order of arrival."""
     scheduler: Scheduler | None = None
     switches: list[tuple[float, str]] = field(default_factory=list)
-    """Times of policy switches, and the new policies."""
+    """Time of each policy switch, and the new policy."""
 
     def requests(self) -> list[Timeline]:
         return [timeline for rid in self.order if (timeline := self.timelines.get(rid)) is not None]

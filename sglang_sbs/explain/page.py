@@ -15,7 +15,7 @@ from sglang_sbs.scheduling.explained.stories import AttemptStory, Story
 _AT_ONCE_S = 1e-4
 _BAR = 30
 _MOST_SHOWN = 8
-"""Limit on attempts with their own section."""
+"""Limit on attempts of a request that get a section of their own."""
 
 
 def page(story: Story, log_began_s: float | None = None) -> str:

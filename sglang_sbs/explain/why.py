@@ -56,8 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _from_log(path: Path, name: str) -> tuple[Story, float]:
-    """Return the request, and the time when the log begins. Raises: NoAnswerError, OSError,
-    ValueError."""
+    """Find a request in an event log. Return it, and the time when the log begins. Raises:
+    NoAnswerError, OSError, ValueError: it is not there, or the log cannot be read."""
     log = read(path, replay=True)
     story = log.story(name)
     if story is None:
@@ -72,7 +72,8 @@ def _from_log(path: Path, name: str) -> tuple[Story, float]:
 
 
 def _from_router(args: argparse.Namespace) -> Story:
-    """Ask the router about a request. Raises: NoAnswerError."""
+    """Ask the router about a request. Raises: NoAnswerError, it does not know the request or cannot
+    be asked."""
     path = f"/requests/{urllib.parse.quote(args.id, safe='')}"
     absent = (
         f"the router remembers no request {args.id}: it keeps the last few thousand; with "

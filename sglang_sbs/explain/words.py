@@ -26,14 +26,16 @@ _REASONS = {
     "queue": "the pass before it, or the handshake with decode",
     "decode": "a slow transfer, or a busy decode instance",
 }
-"""Usual reason why a part takes long, used if nothing is known about this request."""
+"""Usual reason why each part of the TTFT takes long, used if nothing is known about this
+request."""
 
 _LEAST_GAIN_S = 0.001
-"""Smallest gain that the text mentions; below it the two instances are about equally good."""
+"""Smallest gain, in seconds, that the text mentions; below it the two instances are about equally
+good."""
 
 
 def ms(seconds: float) -> str:
-    """``0.4 ms``, ``412 ms``, ``12.3 s``."""
+    """Format a duration as ``0.4 ms``, ``412 ms`` or ``12.3 s``."""
     size = abs(seconds)
     if size < 0.01:
         return f"{1e3 * seconds:.1f} ms"
@@ -175,6 +177,6 @@ def in_a_line(parts: Mapping[str, float], why: Why | None, computed: int = 0) ->
 
 
 def longest(parts: Mapping[str, float]) -> str:
-    """Name of the longest part; empty without parts."""
+    """Return the name of the longest part; empty without parts."""
     name = max(parts, key=parts.__getitem__, default="")
     return PART_NAMES.get(name, name)

@@ -32,9 +32,9 @@ _OPEN = (
 )
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 _TURN_S = 1.0
-"""Interval of writing the log, and of progress lines on a terminal."""
+"""Seconds between writes of the log, and between progress lines on a terminal."""
 _LINE_S = 30.0
-"""Interval of progress lines elsewhere."""
+"""Seconds between progress lines where the output is not a terminal."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -102,7 +102,7 @@ class Observer:
     traffic: Traffic = field(default_factory=Traffic)
     took_s: float = 0.0
     failed: bool = False
-    """The log could not be written to its end."""
+    """True: the log could not be written to its end."""
 
     stop: asyncio.Event = field(default_factory=asyncio.Event)
 

@@ -38,12 +38,14 @@ from sglang_sbs.wire import EndForward
 from sglang_sbs.wire.endforward import MAX_SPAN_S, Accepted
 
 WINDOW_S = 10.0
-"""Longer than any pass, because a busy rank reports accepted requests only with its next pass."""
+"""Seconds that a record waits, so that events reported late can be sorted in before it. Longer than
+any pass, because a busy rank reports accepted requests only with its next pass."""
 _K = TypeVar("_K")
 _V = TypeVar("_V")
 _CLOCK_BUCKET_S = 10.0
 _STATE_INTERVAL_S = 1.0
-"""Interval of records of a rank's state. Most messages of a large cluster are from decode."""
+"""Seconds between records of a rank's state, because most messages of a large cluster are from
+decode."""
 _MAX_ENGINES = 1024
 _MAX_RANKS = 65_536
 _MAX_REQUESTS = 500_000
@@ -58,13 +60,15 @@ class ObservedRequest:
     dp_rank: int
     prompt_tokens: int
     arrived_s: float
-    """Time of arrival on the engine's clock. ``waited_s`` and ``prefill_s`` are differences on this
-    clock."""
+    """Time of the request's arrival on the engine's clock, on which ``waited_s`` and ``prefill_s``
+    are differences."""
     cached_tokens: int | None = None
     waited_s: float | None = None
-    """Time from its arrival until its first pass began to compute."""
+    """Seconds from the request's arrival until its first pass began to compute; None: not known
+    yet."""
     prefill_s: float | None = None
-    """Time from its arrival until its last prompt token was computed."""
+    """Seconds from the request's arrival until its last prompt token was computed; None: not known
+    yet."""
 
 
 class _EngineClock:
@@ -86,10 +90,10 @@ class _EngineClock:
 class _ReportedRank:
     next_seq: int
     accepted_before: int
-    """Requests that the engine accepted before its first message."""
+    """Number of requests that the engine accepted before the rank's first message."""
     accepted: int = 0
     state_s: float = -math.inf
-    """Time when its state was last recorded."""
+    """Time when the rank's state was last recorded."""
 
 
 @dataclass(slots=True)
@@ -113,9 +117,9 @@ class TrafficRecorder:
         on_request: Callable[[ObservedRequest], None] = lambda request: None,
         on_pass: Callable[[str, EndForward, float], None] = lambda name, report, end_s: None,
     ) -> None:
-        """Create a recorder. ``on_request`` is called when a request arrived, began and was
-        computed; ``on_pass`` with the instance, a rank's message about a completed prefill pass,
-        and its end."""
+        """Create a recorder. ``on_request`` is called up to three times per request: it arrived,
+        its first pass ended (``waited_s`` is known), its prompt is computed (``prefill_s``).
+        ``on_pass``: with instance, report and end (observer's clock) of a rank's prefill pass."""
         self._on_request = on_request
         self._on_pass = on_pass
         self.counts: Counter[str] = Counter()
@@ -288,8 +292,8 @@ class TrafficRecorder:
 
 
 def _with_names(report: EndForward, engine: _Engine) -> EndForward:
-    """Return the report with the log's names of requests. An id may have been used before, or be
-    too long."""
+    """Return the report with the log's names of its requests, because an id may have been used
+    before, or be too long."""
     names = {
         rid: engine.open[rid].rid
         for rid in (*report.rids, *report.finished)

@@ -23,7 +23,7 @@ _LEAST_GAP_S = 1e-3
 LEAST_PASSES = 30
 """Smallest number of passes for a statement about evenness."""
 EVEN = 1.1
-"""Largest over mean tokens of a rank, up to which passes count as even."""
+"""Largest ratio of the heaviest rank's tokens to the mean up to which passes count as even."""
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ class Traffic:
         self.ranks = 0
         self.most_tokens = 0.0
         self.mean_tokens = 0.0
-        """Sum over the shared passes, like the next."""
+        """Sum over the shared passes of the mean tokens per rank."""
         self._open: OrderedDict[tuple[str, int], _SeenPass] = OrderedDict()
         self._busy: dict[tuple[str, int], _Busy] = {}
 
@@ -182,7 +182,7 @@ class Traffic:
             )
 
     def _ranks(self) -> tuple[float, float]:
-        """Return the ranks with tokens, and all ranks, of the mean shared pass."""
+        """Return the number of ranks with tokens, and of all ranks, in the mean shared pass."""
         return self.active_ranks / self.shared_passes, self.ranks / self.shared_passes
 
 

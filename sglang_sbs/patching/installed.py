@@ -20,9 +20,9 @@ class Installed:
     package: str
     version: str
     root: Path
-    """The folder that contains its import package."""
+    """Folder that contains the package's import package."""
     editable: Path | None
-    """The checkout of an editable install."""
+    """Checkout of an editable install; None for any other install."""
 
     @property
     def has_plugins(self) -> bool:
@@ -31,7 +31,8 @@ class Installed:
 
     @property
     def is_source_build(self) -> bool:
-        """Whether it was built from a checkout without tags, which has version 0.0.0."""
+        """Whether the package was built from a checkout without tags, which gives it version
+        0.0.0."""
         return self.version.startswith("0.0.0")
 
 
@@ -58,7 +59,7 @@ def find_installed(site: Path | None = None) -> list[Installed]:
 
 
 def _editable(distribution: importlib.metadata.Distribution) -> Path | None:
-    """The checkout of an editable install (PEP 610)."""
+    """Return the checkout of an editable install (PEP 610); None for any other install."""
     text = distribution.read_text("direct_url.json")
     try:
         origin = json.loads(text or "{}")

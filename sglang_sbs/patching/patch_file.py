@@ -10,7 +10,8 @@ from email.parser import HeaderParser
 from pathlib import Path
 
 _HUNK = re.compile(rb"^@@ -(\d+)\S* \+(\d+)\S* @@.*\n((?:[ +-].*\n?)*)", re.MULTILINE)
-"""First line in the old and the new file; the lines."""
+"""Matches a hunk of a unified diff. Groups: first line in the old file, in the new file, and the
+hunk's lines."""
 
 
 class PatchError(Exception):
@@ -23,7 +24,7 @@ def sha256(data: bytes) -> str:
 
 @dataclass(frozen=True)
 class Hunk:
-    """Replaces lines from ``old_start`` on with those of ``new``."""
+    """A hunk of a diff: replaces the lines from ``old_start`` on with those of ``new``."""
 
     old_start: int
     new_start: int
@@ -41,8 +42,8 @@ class FilePatch:
     hunks: tuple[Hunk, ...]
 
     def apply(self, data: bytes, *, revert: bool = False) -> bytes:
-        """Return the other version of a file. Raises: PatchError, ``data`` or the result does not
-        match its checksum."""
+        """Return the patched file, or with ``revert`` the released one. Raises: PatchError,
+        ``data`` or the result does not match its checksum."""
         wanted, result = (self.after, self.before) if revert else (self.before, self.after)
         if sha256(data) != wanted:
             raise PatchError(f"{self.path} is not the file this patch is for")
@@ -120,5 +121,6 @@ def load_patches() -> list[Patch]:
 
 
 def version_key(version: str) -> tuple[int, ...]:
-    """Release number with its post-release: ``(0, 5, 10, 1)`` of ``0.5.10.post1``."""
+    """Return the release number with its post-release as a sort key: ``(0, 5, 10, 1)`` for
+    ``0.5.10.post1``."""
     return tuple(map(int, re.findall(r"\d+", version.partition("+")[0])))

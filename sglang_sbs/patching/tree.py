@@ -26,7 +26,7 @@ class TouchedFile:
     patch: FilePatch
     state: FileState
     sha256: str
-    """Checksum; empty if the file is missing."""
+    """SHA-256 of the file on disk; empty if it is missing."""
 
 
 def look(root: Path, patch: Patch) -> list[TouchedFile]:

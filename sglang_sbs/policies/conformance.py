@@ -48,12 +48,13 @@ class Check:
     name: str
     """The requirement that it checks."""
     spec: dict[str, Any] = field(default_factory=dict)
-    """Deviations from the cluster of three prefill instances with four DP ranks each."""
+    """Fields of the simulated cluster that differ from three prefill instances with four DP ranks
+    each."""
     config: dict[str, Any] = field(default_factory=dict)
     switches: bool = False
-    """Switch to ``least_tokens`` and back repeatedly."""
+    """True: the check switches to ``least_tokens`` and back repeatedly."""
     twice: bool = False
-    """The same events must give the same commands when repeated."""
+    """True: run twice; the same events must give the same commands."""
     may_refuse: bool = False
 
     def __str__(self) -> str:
@@ -129,7 +130,7 @@ class _Checked:
         self._scheduler = Scheduler(config)
         self._switched = switched
         self._sizes: dict[str, int] = {}
-        """DP ranks of running instances."""
+        """Number of DP ranks of each running instance."""
         self._waiting: set[str] = set()
         self._dispatched: set[str] = set()
         self.commands: list[list[Command]] = []

@@ -64,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _ask(args: argparse.Namespace, body: dict[str, str] | None = None) -> _PolicyAnswer:
-    """Raises: NoAnswerError."""
+    """Get the router's policy, or with ``body`` switch it, and return the response. Raises:
+    NoAnswerError, no usable answer."""
     encoded = None if body is None else msgspec.json.encode(body)
     try:
         return msgspec.json.decode(

@@ -11,7 +11,7 @@ from typing import Any
 
 Row = dict[str, Any]
 Task = tuple[Callable[..., Row], tuple[Any, ...]]
-"""A function of the simulator and its arguments, to be called in any process."""
+"""A function that returns a row, and its arguments; may be called in any process."""
 
 
 class Interrupted(KeyboardInterrupt):

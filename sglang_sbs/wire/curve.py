@@ -46,7 +46,7 @@ class CurveKeys:
 
 
 def keys_of(secret: str) -> CurveKeys:
-    """Derive both key pairs. Raises: SecretError."""
+    """Derive both key pairs from the secret. Raises: SecretError, the secret is unusable."""
     secret = secret.strip()
     if len(secret) < MIN_SECRET_CHARS:
         raise SecretError(
@@ -64,7 +64,8 @@ def keys_of(secret: str) -> CurveKeys:
 
 
 def keys_in(path: Path) -> CurveKeys:
-    """Derive the keys from the secret in a file. Raises: SecretError."""
+    """Derive the keys from the secret in a file. Raises: SecretError, the file or the secret is
+    unusable."""
     try:
         return keys_of(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -76,7 +77,7 @@ def keys_in(path: Path) -> CurveKeys:
 
 
 class Gatekeeper:
-    """The ZAP handler of a context, which decides for libzmq whether a client is accepted."""
+    """Decides for libzmq which clients of a context are accepted (ZAP handler)."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: CurveKeys) -> None:
         self._public = zmq.utils.z85.decode(keys.client_public)

@@ -18,7 +18,7 @@ TOPIC = b"sbs1"
 FRAMES = 3
 MAX_RIDS = 1024
 MAX_DP_SIZE = 4096
-"""Larger than any engine's number of ranks; a higher number is garbage."""
+"""Limit on the DP size in a message. It is larger than any engine's; a higher number is garbage."""
 MAX_SPAN_S = 3600.0
 
 Count = Annotated[int, Meta(ge=0, le=1 << 40)]
@@ -43,9 +43,9 @@ class Started(msgspec.Struct, array_like=True, frozen=True):
 
     rid: str
     queued_s: float = 0.0
-    """Time when the rank accepted it; on prefill its handshake with decode began then."""
+    """Time when the rank accepted the request; on prefill its handshake with decode began then."""
     schedulable_s: float = 0.0
-    """Time from which a pass could take it; on prefill the handshake was over."""
+    """Time from which a pass could take the request; on prefill its handshake was over."""
     cached_tokens: Count = 0
     """Prompt tokens that were in the prefix cache when this pass was formed."""
 
@@ -71,7 +71,7 @@ class KvAddress(msgspec.Struct, array_like=True, frozen=True):
     """An IP address; empty: the source of this message."""
     port: int
     replay_port: int = 0
-    """Port of replays; 0: lost events cannot be requested again."""
+    """Port for requesting lost events again; 0: they cannot be requested."""
 
 
 class EndForward(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
@@ -125,14 +125,14 @@ class EndForward(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
     """Uncached prompt tokens of requests that are schedulable and not yet launched."""
     bootstrapping_requests: Count = 0
     bootstrapping_tokens: Count = 0
-    """Prefill: requests still in the handshake with decode."""
+    """Prefill: prompt tokens of requests still in the handshake with decode."""
     chunk_remainder_tokens: Count = 0
     """Tokens of the chunked request that no launched pass contains yet."""
     kv_transfer_requests: Count = 0
     """Prefill: requests whose KV is being sent. Decode: preallocated or in transfer."""
 
     running_requests: Count = 0
-    """B_i of the paper."""
+    """B_i of the paper: number of running requests."""
     kv_tokens: Count = 0
     """K_i of the paper: KV cache tokens in use, without evictable prefix cache."""
     kv_capacity_tokens: Count = 0
@@ -175,12 +175,13 @@ class EndForward(msgspec.Struct, array_like=True, frozen=True, kw_only=True):
 
     @property
     def queued_tokens(self) -> int:
-        """R_queued of the paper: accepted by the rank and in no launched pass, tokens."""
+        """R_queued of the paper: tokens that the rank has accepted and that are in no launched
+        pass."""
         return self.waiting_tokens + self.bootstrapping_tokens + self.chunk_remainder_tokens
 
     @property
     def idle(self) -> bool:
-        """Nothing is launched, waiting or bootstrapping. KV transfers may still run."""
+        """True: nothing is launched, waiting or bootstrapping. KV transfers may still run."""
         return (
             self.inflight_passes == 0
             and self.waiting_requests == 0
@@ -203,7 +204,7 @@ _decoder = msgspec.msgpack.Decoder(EndForward)
 
 
 def encode_endforward(message: EndForward) -> list[bytes]:
-    """The three frames of one message."""
+    """Return the three frames of one message."""
     return [TOPIC, message.seq.to_bytes(8, "big"), _encoder.encode(message)]
 
 

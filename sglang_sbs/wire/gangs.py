@@ -25,10 +25,10 @@ class GangPart(msgspec.Struct, array_like=True, frozen=True):
     """The part of a batch that goes to one DP rank."""
 
     tag: int
-    """Distinguishes batches that are on their way to an instance at the same time."""
+    """Number that distinguishes batches on their way to an instance at the same time."""
     members: int
-    """Requests of the batch for this rank. 0: the request is not in the batch, but follows it and
-    should start in the same pass."""
+    """Number of requests of the batch for this rank. 0: the request is not in the batch, but
+    follows it and should start in the same pass."""
     ranks: int
     """DP ranks of the instance that get requests of the batch, this one included if it has any."""
     number: int | None = None

@@ -16,34 +16,39 @@ from sglang_sbs.scheduling.policy_registry import reads_reports
 from sglang_sbs.scheduling.snapshot import DecodeState, PrefillState, Snapshot
 
 STALE_S = 3.0
-"""EndForward is sent with every pass, and every second while idle."""
+"""Seconds without EndForward after which a DP rank counts as silent (longer if passes are long, see
+:func:`stale_after_s`). Idle ranks report every second."""
 STALE_PASSES = 5.0
-"""The same limit for long passes, in mean forward times."""
+"""Lower limit of the time until a DP rank counts as silent, in mean forward times."""
 OWN_PASSES = 2.0
-"""The same limit for slow instances, in passes of the instance with full chunks."""
+"""Lower limit of the time until a prefill rank counts as silent, in passes of its instance with
+full chunks."""
 NEAR_LIMIT = 0.8
 SLOW_WAY = 0.25
-"""L_net as a share of a mean pass from which batches are decided too early."""
+"""Dispatch latency, as a share of a mean pass, above which an alert warns that batches are decided
+too early."""
 SLOW_WAY_S = 0.03
-"""A shorter L_net is never an alert, however short passes are."""
+"""Dispatch latency in seconds below which there is no alert, however short passes are."""
 BUBBLES = 0.1
-"""Share of the time in which instances were idle while requests waited in the router."""
+"""Alert threshold: share of the time in which instances were idle while requests waited in the
+router."""
 MODEL_OFF = 0.25
-"""Mean error of predicted forward times, as a share of a mean pass."""
+"""Alert threshold: mean error of predicted forward times, as a share of a mean pass."""
 MODEL_PASSES = 20
 """Number of passes after which a forward model has learned."""
 SLOW_TTFT = 6.0
-"""p95 of TTFT divided by the time of the passes that the prompt itself needs."""
+"""Alert threshold: p95 of TTFT divided by the time of the passes that the prompt itself needs."""
 VERY_SLOW_TTFT = 20.0
 TTFT_REQUESTS = 20
-"""Number of requests in the last minute that a percentile needs."""
+"""Smallest number of requests in the last minute for an alert about a percentile."""
 DECODE_FULL = 0.9
-"""Share of decode's KV memory, or of its request slots, that is used or reserved."""
+"""Alert threshold: share of decode's KV memory, or of its request slots, that is used or
+reserved."""
 FAILING = 0.05
-"""Share of attempts that failed in the last minute."""
+"""Alert threshold: share of attempts that failed in the last minute."""
 VERY_FAILING = 0.5
 FAILED_ATTEMPTS = 3
-"""Number of failed attempts that a share needs."""
+"""Smallest number of failed attempts in the last minute for an alert about their share."""
 _MOST_CHARS = 400
 """Limit on the shown text of a worker's problem, which may quote the engine."""
 _CPU = "give the hosts of the router and of the engines more CPU"
@@ -105,14 +110,14 @@ class Recent:
     bubbles: float = 0.0
     """Share of the last half minute in which instances were idle while requests waited."""
     attempts: tuple[int, int, str] = (0, 0, "")
-    """Attempts that ended in the last minute, those that failed, and the instance that most of
-    these share."""
+    """``(ended, failed, instance)``: attempts that ended and that failed in the last minute, and
+    the instance that most of the failed ones share (empty: none)."""
     slower: Mapping[str, float] = field(default_factory=dict)
     """Slowdown of passes (:mod:`.paces`) as a factor, by instance."""
     ttft_split_s: Mapping[str, float] = field(default_factory=dict)
     """Parts of the TTFT of the slowest requests."""
     ttft_requests: int = 0
-    """Requests in the last minute. The next two fields are of the last minute as well."""
+    """Number of requests answered by prefill in the last minute."""
     ttft_p95_s: float = 0.0
     ttft_p95_passes: float = 0.0
     """p95 of TTFT divided by the time of the passes that the prompt itself needs."""
@@ -209,7 +214,7 @@ def _queue(snapshot: Snapshot, config: SchedulerConfig) -> Iterator[Alert]:
 
 
 def _refused(refusals: Mapping[str, int]) -> Iterator[Alert]:
-    """One alert for all causes, the most frequent first."""
+    """Yield one alert for all causes of refusals, the most frequent first."""
     ordered = sorted(refusals.items(), key=lambda item: (-item[1], item[0]))
     if not ordered:
         return
@@ -256,7 +261,7 @@ def _model(prefill: PrefillState, mean_forward_s: float) -> Iterator[Alert]:
 
 
 def _decode(instances: Sequence[DecodeState]) -> Iterator[Alert]:
-    """Check whether decode as a whole is full: placement avoids a single full rank."""
+    """Yield an alert if decode as a whole is full: placement avoids a single full rank."""
     up = [state for state in instances if state.up]
     for what, used, most in (
         (

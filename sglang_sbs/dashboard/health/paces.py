@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 SLOWER = 2.0
-"""Factor from which an instance counts as slow."""
+"""Factor over the usual pass time from which an instance counts as slow."""
 _UP_S = 3600.0
 _DOWN_S = 60.0
-"""The usual pace follows slower passes within an hour, and faster ones within a minute."""
+"""Time constant, in seconds, with which the usual pass time follows faster passes (``_UP_S``:
+slower ones)."""
 
 
 class Paces:
-    """Call :meth:`look` about once a second."""
+    """Compares each prefill instance's full pass with its usual one. Call :meth:`look` about once a
+    second."""
 
     def __init__(self) -> None:
         self._usual_s: dict[str, float] = {}

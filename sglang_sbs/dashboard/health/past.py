@@ -11,7 +11,8 @@ from sglang_sbs.dashboard.health.alerts import Alert
 
 KEPT_S = 3600.0
 AGAIN_S = 60.0
-"""An alert that returns within this time continues, so that flickering is one entry."""
+"""Seconds within which an alert that returns continues its former entry, so that a flickering alert
+is one entry."""
 MOST_KEPT = 200
 
 _Key = tuple[str, str, str]
@@ -23,20 +24,21 @@ class PastAlert(msgspec.Struct):
     alert: Alert
     began_s: float
     seen_s: float
-    """Last time when it was active."""
+    """Last time when the alert was active, seconds of the scheduler's clock."""
     times: int = 1
     over: bool = False
 
 
 class AlertHistory:
-    """Call :meth:`update` about once a second with the active alerts."""
+    """Stores alerts with their start and end. Call :meth:`update` about once a second with the
+    active alerts."""
 
     def __init__(self) -> None:
         self._kept: list[PastAlert] = []
         """Alerts in order of their starts."""
         self._last: dict[_Key, PastAlert] = {}
         self.changes = 0
-        """Number of changes of :meth:`over`."""
+        """Counter that increases when the result of :meth:`over` changes."""
 
     def update(self, now_s: float, alerts: Sequence[Alert]) -> None:
         present = {_key(alert): alert for alert in alerts}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 RECENT_S = 60.0
 _MOST = 2_000
 _MOSTLY = 0.8
-"""Share of the failed attempts that points to one instance."""
+"""Share of the failed attempts on one instance from which that instance is named."""
 
 
 class Troubles:
@@ -35,8 +35,8 @@ class Troubles:
         self._attempts.append((now_s, failed_on))
 
     def attempts(self, now_s: float) -> tuple[int, int, str]:
-        """Number of attempts that ended, number that failed, and the instance that most of these
-        share; empty: none."""
+        """Return the number of attempts that ended in the last minute, the number that failed, and
+        the instance that most of the failed ones share; empty: none."""
         recent = [failed_on for at_s, failed_on in self._attempts if now_s - at_s <= RECENT_S]
         failed = [attempt for attempt in recent if attempt is not None]
         named = Counter(name for pair in failed for name in pair)

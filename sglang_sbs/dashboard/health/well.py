@@ -17,7 +17,7 @@ _ORDER = (
     *("failing", "throttled", "slow_prefill", "decode_full", "fallback", "stale", "not_holding"),
     *("slow_way", "bubbles", "cost_model", "slow_ttft", "queue", "refused", "problem", "drained"),
 )
-"""Causes before their consequences, among alerts that are equally severe."""
+"""Kinds of alerts, causes before their consequences: orders equally severe alerts."""
 
 
 class Wellness(msgspec.Struct, frozen=True):
@@ -25,11 +25,11 @@ class Wellness(msgspec.Struct, frozen=True):
 
     level: Level
     cause: str
-    """The cause; with green, what is running."""
+    """Cause of the level; if it is green, what is running."""
     todo: str
-    """The recommended action; empty with green."""
+    """The recommended action; empty if the level is green."""
     kind: str = ""
-    """Kind of the alert that it is about, with its ``subject``."""
+    """Kind of the alert that the state is based on, with its ``subject``."""
     subject: str = ""
     more: int = 0
 
@@ -55,7 +55,7 @@ def _place(kind: str) -> int:
 
 
 def _running(snapshot: Snapshot) -> str:
-    """Summary of running instances. It changes rarely, so that the line is calm."""
+    """Summarize the running instances. The text changes rarely, so that the line is calm."""
     up = sum(state.up for state in snapshot.prefill), sum(state.up for state in snapshot.decode)
     busy = snapshot.in_flight_requests or snapshot.queue_requests
     return f"{up[0]} prefill and {up[1]} decode instances are up, {'busy' if busy else 'idle'}"

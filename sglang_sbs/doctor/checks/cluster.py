@@ -139,7 +139,7 @@ _SHARED: tuple[tuple[str, str, Callable[[EngineFacts], str]], ...] = (
 
 
 _FITS = ("pair.tp-differs", "pair.retraction-key", "pair.cache-report")
-"""Findings that do not keep a pair from working."""
+"""Ids of findings about a pair that do not keep the pair from working."""
 
 
 def _pairs(prefill: Sequence[EngineFacts], decode: Sequence[EngineFacts]) -> Iterator[Finding]:
@@ -214,6 +214,6 @@ def grouped(
 
 
 def describe_groups(groups: dict[str, list[str]]) -> str:
-    """Format as ``A (url, url) and B (url)``, the most frequent value first."""
+    """Format groups as ``A (url, url) and B (url)``, the most frequent value first."""
     ordered = sorted(groups.items(), key=lambda group: -len(group[1]))
     return "; ".join(f"{value or '?'} ({listed(urls, most=6)})" for value, urls in ordered)

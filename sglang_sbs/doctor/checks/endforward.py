@@ -89,9 +89,9 @@ class Attribution:
     def __init__(self, engines: list[EngineFacts], received: ReceivedReports) -> None:
         self._ranks: dict[str, dict[int, RankReports]] = {}
         self.mismatched: dict[str, EndForward] = {}
-        """A report whose role or number of ranks contradicts ``/server_info``, by engine URL."""
+        """Report whose role or number of ranks contradicts ``/server_info``, by engine URL."""
         self.misnamed: dict[str, EndForward] = {}
-        """A report that comes from another engine than the one it names, by URL of the latter."""
+        """Report that another engine sent under this engine's name, by URL of the named engine."""
         self.leftover: list[RankReports] = []
         """Reports that fit no engine, or several."""
         by_boot = {e.sbs.boot_id: e for e in engines if e.sbs and e.sbs.boot_id}

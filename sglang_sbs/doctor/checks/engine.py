@@ -12,10 +12,11 @@ from sglang_sbs.router.workers import server_info
 from sglang_sbs.router.workers.server_info import WorkerInfo
 
 MIN_CHUNK_TOKENS = 512
-"""Tokens per rank; passes below this are mostly fixed cost (the paper: 3K and 5K)."""
+"""Threshold for a finding about small chunks, in tokens per rank: smaller passes are mostly fixed
+cost (the paper uses 3K and 5K)."""
 MIN_RUNNING_REQUESTS = 8
 HIGH_RTT_S = 0.05
-"""Threshold for the fastest round trip: a quarter of a short forward pass."""
+"""Threshold, in seconds, for the fastest round trip: a quarter of a short forward pass."""
 JITTER_S = 0.1
 CLOCK_S = 1.0
 _REORDERING = {

@@ -115,7 +115,7 @@ class Ear:
             self._received.failed[endpoint] = zmq.strerror(errors[0]) if errors else "no address"
 
     def _bind_one(self, endpoint: str) -> int:
-        """Bind one address; return 0, or the number of the error."""
+        """Bind one address. Return 0, or the errno."""
         if endpoint.startswith("ipc://") and _ipc_taken(endpoint.removeprefix("ipc://")):
             return errno.EADDRINUSE
         try:
@@ -199,7 +199,7 @@ def _addresses(endpoint: str) -> list[str]:
 
 
 def _ipc_taken(path: str) -> bool:
-    """Return whether another process listens there; binding would take it over."""
+    """Return whether another process listens at a Unix socket; binding would take the path over."""
     if not Path(path).exists():
         return False
     with socket.socket(socket.AF_UNIX) as sock:

@@ -39,7 +39,8 @@ ROUND_TRIPS = 8
 _AT_ONCE = 64
 """Limit on engines queried concurrently."""
 _ROUTE = "/route?prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
-"""First query of a decode engine: the layout of the whole prefill engine."""
+"""Bootstrap server's path for the layout of the whole prefill engine, which a decode engine asks
+first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +49,14 @@ class Answer:
     body: bytes
     took_s: float
     ended_s: float
-    """Wall clock time of the end."""
+    """Wall clock time when the response was complete, in seconds."""
 
     def beginning(self, most: int) -> str:
-        """Return the first ``most`` bytes of the body for a message."""
+        """Return the first ``most`` bytes of the body as text for a message."""
         return text_without_secrets(self.body[:most].decode("utf-8", "replace").strip())
 
     def json_object(self) -> dict[str, Any]:
-        """Parse the body as an object; empty if it is not one."""
+        """Parse the body as a JSON object; empty if it is not one."""
         try:
             value = orjson.loads(self.body)
         except orjson.JSONDecodeError:
@@ -72,7 +73,8 @@ class Asker:
         self._api_key = options.router_flags.api_key
 
     async def get(self, url: str, path: str, key: str | None = None) -> Answer:
-        """``GET``; without ``key``, none is sent. Raises: Failure."""
+        """Send a ``GET`` and return the response; without ``key``, none is sent. Raises: Failure,
+        no response."""
         limit_s = self._options.timeout_s
         get = partial(ask, self._session, "GET", timeout_s=limit_s, connect_s=min(5.0, limit_s))
         started_s = time.monotonic()

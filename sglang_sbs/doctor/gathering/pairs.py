@@ -26,7 +26,8 @@ from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.scheduling.events import InstanceRole
 
 PROBE_TIMEOUT_S = 30.0
-"""Time limit: the first request between two engines sets up their connection."""
+"""Time limit of a probe, in seconds: the first request between two engines sets up their
+connection."""
 _AT_ONCE = 8
 _PROMPT = [5, 6, 7, 8]
 """Token ids, which engines without a tokenizer accept as well."""
@@ -102,7 +103,7 @@ class _LegFailed(Exception):
 
 
 async def _leg(post: _Post, url: str, side: InstanceRole, body: dict[str, object]) -> None:
-    """Send one leg. Raises: _LegFailed, naming the side."""
+    """Send the prefill or the decode request of a probe. Raises: _LegFailed, naming the side."""
     limits = {
         "timeout_s": 2 * PROBE_TIMEOUT_S,
         "connect_s": 5.0,

@@ -28,9 +28,9 @@ from sglang_sbs.simulator.cluster.simulation import Simulation, simulate
 from sglang_sbs.simulator.cluster.spec import ClusterSpec, InstanceSpec
 
 DEFLECT_CHUNK_TOKENS = 256
-"""Tokens per decode rank and step: more would delay decode for long."""
+"""Limit on deflected prompt tokens per decode rank and step: more would delay decode for long."""
 Choose = Callable[[Arrival, Sequence[int]], int]
-"""Returns the pool for a request, given the number in flight in each pool."""
+"""Returns the number of the pool for a request, given the requests in flight in each pool."""
 
 
 def simulate_arranged(
@@ -125,7 +125,7 @@ def _with_deflection(spec: ClusterSpec) -> ClusterSpec:
 
 
 class _TimedScheduler(Scheduler):
-    """The scheduler, recording the CPU time of each event."""
+    """Wraps a scheduler, and records the CPU time of each event."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         super().__init__(config)

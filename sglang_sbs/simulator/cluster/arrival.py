@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 
 class Arrival(NamedTuple):
-    """One request: arrival time in seconds, tokens in and out."""
+    """One request: arrival time in seconds, prompt tokens and output tokens."""
 
     at_s: float
     prompt_tokens: int
@@ -16,7 +16,7 @@ class Arrival(NamedTuple):
     """Names of the prompt's full blocks in order: equal names mean equal tokens up to that block.
     Empty: it shares nothing."""
     session: str = ""
-    """The conversation to which this turn belongs."""
+    """Name of the conversation to which this request belongs as a turn; empty: none."""
     priority: int = 0
     tenant: str = ""
     answer_blocks: tuple[int, ...] = ()
@@ -31,7 +31,7 @@ class ClosedLoop(Protocol):
     first: list[Arrival]
     """Initial requests in time order; those that follow are not included."""
     history: list[int]
-    """Blocks that are in storage, if any, before the first request."""
+    """Names of the blocks that are in storage, if there is storage, before the first request."""
 
     def after(self, arrival: Arrival, now_s: float) -> Sequence[Arrival]:
         """Return the requests that follow the end of this one, no earlier than ``now_s``."""

@@ -24,7 +24,7 @@ class Asking(NamedTuple):
     rid: str
     record: RequestRecord
     blocks: Blocks
-    """Blocks of prompt and answer; only if decode has a cache."""
+    """Block names of prompt and answer; empty if decode has no cache."""
     total_tokens: int
     """Tokens of prompt and answer."""
 
@@ -34,17 +34,18 @@ class SimulatedDecodeRank:
     """KV and slots of one decode DP rank; admits first come first served."""
 
     free_tokens: float
-    """Free tokens without a cache."""
+    """Free KV tokens; used only without a cache."""
     free_slots: float
     output_tokens: int
     """Tokens reserved per request in addition to its prompt; with a cache, the answer itself."""
     cache: BlockCache | None = None
     waiting: deque[Asking] = field(default_factory=deque)
     holds: dict[str, Hold] = field(default_factory=dict)
-    """Cache references by request."""
+    """References to cached blocks by request id."""
 
     def admit(self) -> list[str]:
-        """Reserve room for the requests at the head of the queue that fit now."""
+        """Reserve room for the requests at the head of the queue that fit now, and return their
+        ids."""
         admitted = []
         while self.waiting and self.free_slots >= 1 and self._reserve(self.waiting[0]):
             rid, record, _, _ = self.waiting.popleft()

@@ -48,11 +48,12 @@ class PassCost(msgspec.Struct, frozen=True, kw_only=True):
         return self.fixed_s + self.mean_s * sum(tokens) / len(tokens) + slowest
 
     def rank_s(self, tokens: int, pairs: float, requests: int) -> float:
-        """Return one rank's contribution to the barrier."""
+        """Return the seconds that one rank's load adds to a pass; the largest of all ranks
+        counts."""
         return self.max_s * tokens + self.pair_s * pairs + self.request_s * requests
 
     def full_chunk_s(self, chunk_tokens: int) -> float:
-        """Forward time with a full chunk on every rank, without attention pairs."""
+        """Return the forward time with a full chunk on every rank, without attention pairs."""
         return self.fixed_s + (self.mean_s + self.max_s) * chunk_tokens
 
     def of_tokens_only(self, pairs_per_token: float, requests_per_token: float) -> PassCost:
@@ -62,7 +63,7 @@ class PassCost(msgspec.Struct, frozen=True, kw_only=True):
         return PassCost(fixed_s=self.fixed_s, mean_s=self.mean_s, max_s=self.max_s + extra_s)
 
     def at_speed(self, speed: float) -> PassCost:
-        """The cost of an engine that is this much faster."""
+        """Return the cost model of an engine that is ``speed`` times as fast."""
         return PassCost(**{name: getattr(self, name) / speed for name in self.__struct_fields__})
 
 
@@ -77,8 +78,9 @@ COSTS: dict[str, PassCost] = {
     ),
     "barrier": PassCost(fixed_s=_FIXED_S, max_s=_SLOPE_S, pair_s=_PAIR_S),
 }
-"""``table``: mean-driven. ``mixed``: a third of the slope on the mean, two thirds on the slowest,
-as measured kernels split it. ``barrier``: the slowest rank decides (the paper's narrative)."""
+"""Cost models by name. ``table``: mean-driven. ``mixed``: a third of the slope on the mean, two
+thirds on the slowest, as measured kernels split it. ``barrier``: the slowest rank decides (the
+paper's narrative)."""
 
 _FIELDS = ", ".join(PassCost.__struct_fields__)
 
@@ -94,7 +96,7 @@ def find_cost(word: str) -> PassCost:
 
 
 def cost_name(word: str) -> str:
-    """Name of a cost in rows and titles: a file is named by its stem."""
+    """Return the name of a cost model in rows and titles: a file is named by its stem."""
     return word if word in COSTS else Path(word).stem
 
 

@@ -51,21 +51,22 @@ from sglang_sbs.wire.endforward import Accepted, Kind
 _DEVICE: CacheTier = "device"
 _HOST: CacheTier = "host"
 _MOST_FETCHES = 3
-"""Limit per request; after that the missing blocks are computed."""
+"""Limit on fetches from storage per request; after that the missing blocks are computed."""
 
 
 @dataclass(slots=True, eq=False)
 class SimulatedRequest(RankPrompt):
-    """``context_tokens``: tokens that have KV after the passes in progress."""
+    """A request at a simulated instance. ``context_tokens``: tokens that have KV after the passes
+    in progress."""
 
     rank: int = 0
     blocks: Blocks = ()
     cached_tokens: int = 0
     """Tokens found in the cache when it was first scheduled."""
     hold: Hold | None = None
-    """Reference to the rank's cache, from then on."""
+    """Reference to the request's blocks in the rank's cache; None before it is first scheduled."""
     loaded_tokens: int = 0
-    """Part of the found tokens that was in host memory."""
+    """Part of ``cached_tokens`` that was in host memory."""
     fetching: Blocks = ()
     """Blocks on their way from storage; requests behind this one go first."""
     fetched: Blocks = ()
@@ -94,13 +95,13 @@ class DevicePass:
     end_s: float
     tokens: list[int]
     requests: list[int]
-    """Requests per rank."""
+    """Number of requests per rank in the pass."""
     completed: list[SimulatedRequest]
     """Requests completed by this pass: it computes the end of their prompts."""
     cached_tokens: list[int]
     """Cached tokens per rank of the requests first scheduled in it."""
     parts: Parts
-    """The requests in it, and the computed part of their prompts at its end."""
+    """Requests in the pass, and the computed part of each prompt at its end."""
 
 
 @dataclass(slots=True)
@@ -149,10 +150,10 @@ class SimulatedPrefill:
         self.device: deque[DevicePass] = deque()
         """Passes on the device: at most two with overlap, one without. The first one runs."""
         self.asleep = True
-        """The loop sleeps until a request comes."""
+        """True: the event loop sleeps until a request comes."""
         self._inbox: list[SimulatedRequest] = []
         self._early: set[str] = set()
-        """Requests with a handshake that ended before the rank read them from its socket."""
+        """Ids of requests whose handshake ended before the rank read them from its socket."""
         self._last_launched = False
         self._forward_id = 0
         self._free_s = -math.inf
@@ -391,16 +392,16 @@ class SimulatedPrefill:
 
 
 def _nearest(recorded: Sequence[tuple[float, float]], start_s: float) -> float:
-    """Factor of the recorded pass that began nearest to this time."""
+    """Return the factor of the recorded pass that began nearest to ``start_s``."""
     at = bisect_left(recorded, (start_s, 0.0))
     near = recorded[max(0, at - 1) : at + 1]
     return min(near, key=lambda recorded_pass: abs(recorded_pass[0] - start_s))[1]
 
 
 def _look_up(cache: BlockCache, request: SimulatedRequest) -> tuple[int, int]:
-    """Match a request that is about to be scheduled for the first time; return the tokens found,
-    and the part that must be loaded. The computed part of a cut request becomes part of the
-    cache."""
+    """Return the prompt tokens found in the cache (host memory included), and how many of them must
+    be loaded from host memory. For a request that a chunk has cut, publish its computed blocks and
+    return (0, 0)."""
     if request.hold is not None:
         cache.publish(request.hold, request.context_tokens)
         return 0, 0

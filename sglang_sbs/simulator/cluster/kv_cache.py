@@ -24,12 +24,13 @@ from dataclasses import dataclass, field
 Blocks = Sequence[int]
 """Names of a prompt's full blocks in order; equal names mean equal tokens up to that block."""
 SharedStorage = set[int]
-"""Blocks available to every rank."""
+"""Names of the blocks in storage, which all ranks share."""
 
 
 @dataclass(slots=True)
 class BlockEvents:
-    """Block changes of a rank since the last call, removals first."""
+    """Names of the blocks that a rank's device cache and host memory removed and stored since the
+    last :meth:`BlockCache.take_events`. Removals are published first."""
 
     removed: list[int] = field(default_factory=list)
     stored: list[int] = field(default_factory=list)
@@ -41,7 +42,7 @@ class BlockEvents:
 class Hold:
     blocks: Blocks
     locked: int
-    """Number of leading blocks in the cache that are locked for it."""
+    """Number of leading prompt blocks that are in the cache and locked for the request."""
     room: int
     """Number of blocks reserved and not computed yet, including the last one, which is not full."""
 
@@ -55,12 +56,12 @@ class BlockCache:
         host_tokens: int = 0,
         storage: SharedStorage | None = None,
     ) -> None:
-        """``host_tokens``: size of the host memory. If it is less than a block, the rank uses
-        neither host memory nor ``storage``."""
+        """Create an empty cache. ``host_tokens``: size of the host memory. If it is less than a
+        block, the rank uses neither host memory nor ``storage``."""
         self.block_tokens = block_tokens
         self.capacity = capacity_tokens // block_tokens
         self.room = 0
-        """Blocks reserved by requests and not computed yet."""
+        """Number of blocks reserved by requests and not computed yet."""
         self._locks: dict[int, int] = {}
         self._evictable: OrderedDict[int, None] = OrderedDict()
         """Unlocked blocks, least recently used first; ``_host`` has the same order."""
@@ -73,7 +74,7 @@ class BlockCache:
         return block in self._locks or block in self._evictable
 
     def __len__(self) -> int:
-        """Number of blocks, locked or not."""
+        """Return the number of blocks on the device, locked or not."""
         return len(self._locks) + len(self._evictable)
 
     def match(self, blocks: Blocks, prompt_tokens: int) -> int:
@@ -129,8 +130,8 @@ class BlockCache:
             self._storage.update(blocks)
 
     def start(self, blocks: Blocks, hit: int, prompt_tokens: int) -> Hold | None:
-        """Lock the first ``hit`` blocks and reserve room for the rest, evicting others; None if
-        that is not enough."""
+        """Lock the first ``hit`` blocks and reserve room for the rest of the prompt, evicting
+        unlocked blocks; None if there is not enough room."""
         room = -(-prompt_tokens // self.block_tokens) - hit
         hold = Hold(blocks, hit, room)
         self._lock(blocks[:hit])

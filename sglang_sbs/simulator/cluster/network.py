@@ -12,13 +12,14 @@ from sglang_sbs.simulator.cluster.spec import ClusterSpec
 
 
 class DispatchNetwork:
-    """Network for dispatches. The simulation calls it once per batch, in order of time."""
+    """Delays dispatched requests. The simulation calls :meth:`arrive_s` once per batch, in order of
+    time."""
 
     def __init__(self, spec: ClusterSpec) -> None:
         self._spec = spec
         self._rng = random.Random(spec.seed)
         self._front_free_s = dict.fromkeys(dict(spec.prefill), 0.0)
-        """Time when the last request for each instance has left."""
+        """Time, by instance, when the last request for it has left."""
         self._intake_free_s = 0.0
         """Time when the shared intake has read the last request."""
         self._gang = (-1, 1.0)
@@ -56,7 +57,8 @@ def pause_before_retry_s(attempts: int) -> float | None:
 
 
 class FeedbackChannel:
-    """One connection per DP rank, as in the plugin: messages of a rank stay in order."""
+    """Delays EndForward on one connection per DP rank, as in the plugin: messages of a rank stay in
+    order."""
 
     def __init__(self, spec: ClusterSpec) -> None:
         self._spec = spec

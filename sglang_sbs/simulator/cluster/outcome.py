@@ -13,7 +13,7 @@ from sglang_sbs.wire.balance import active_ranks, max_over_mean
 
 @dataclass(slots=True)
 class RequestRecord:
-    """Result of one request; times in seconds, NaN: never."""
+    """Result of one request; times in simulated seconds, NaN: did not happen."""
 
     rid: str
     prompt_tokens: int
@@ -22,30 +22,30 @@ class RequestRecord:
     submitted_tokens: int = 0
     """Prompt length submitted to the scheduler."""
     dispatched_s: float = math.nan
-    """Dispatch time of the last attempt, as are the next six fields."""
+    """Dispatch time of the last attempt; the next six fields are of the last attempt as well."""
     prefilled_s: float = math.nan
     prefill: tuple[str, int] | None = None
     decode: tuple[str, int] | None = None
     predicted_tokens: int = 0
     cached_tokens: int = 0
-    """Tokens found in the cache of its rank, in any tier."""
+    """Prompt tokens found in the cache of the request's prefill rank, in any tier."""
     loaded_tokens: int = 0
-    """Part of these tokens that was in host memory."""
+    """Part of ``cached_tokens`` that was in host memory."""
     fetched_tokens: int = 0
-    """Part of these tokens that came from storage for it."""
+    """Part of ``cached_tokens`` that was fetched from storage for this request."""
     decode_cached_tokens: int = 0
-    """Tokens found in the cache of its decode rank, and not sent there."""
+    """Prompt tokens found in the cache of the request's decode rank, and not sent there."""
     ended_s: float = math.nan
-    """Time of the last token of the answer, or of giving up."""
+    """Time of the last token of the answer, or when the router gave up the request."""
     recomputed_tokens: int = 0
-    """Tokens in full blocks that it had to compute although some rank of the cluster had done so
-    before; its other computed tokens are new."""
+    """Tokens in full blocks that the request had to compute although some rank of the cluster had
+    computed them before; its other computed tokens are new."""
     refused: str | None = None
     attempts: int = 0
     excluded: tuple[str, ...] = ()
-    """Instances on which it failed."""
+    """Names of the instances on which the request failed."""
     reserved: bool = False
-    """Decode has reserved KV for it."""
+    """True: decode has reserved KV for the request."""
     ends: int = 0
 
     @property
@@ -98,7 +98,7 @@ class Outcome:
     arrivals: list[Arrival] = field(default_factory=list)
     """Arrivals by the index of their requests."""
     history: Sequence[int] = ()
-    """Blocks that were in storage before the first arrival."""
+    """Names of the blocks that were in storage before the first arrival."""
     pools: list[PoolRecord] = field(default_factory=list)
     """Results by pool; only with ``--pools``."""
 
@@ -129,10 +129,10 @@ class Outcome:
 
 
 def mean(values: Sequence[float]) -> float:
-    """Mean; NaN without values."""
+    """Return the mean; NaN without values."""
     return sum(values) / len(values) if values else math.nan
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """Quantile of sorted values; NaN without values."""
+    """Return a quantile of sorted values; NaN without values."""
     return ordered[int(share * len(ordered))] if ordered else math.nan

@@ -65,8 +65,8 @@ def simulate(
 
 
 class Simulation:
-    """One cluster with its scheduler, from :meth:`start` to :meth:`end`. With other clusters that
-    share the clock and outcome, :meth:`go_on` and :meth:`come` alternate."""
+    """One cluster with its scheduler, from :meth:`start` to :meth:`end`. For several clusters with
+    a common clock and outcome, alternate :meth:`go_on` and :meth:`come`."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Simulation:
         self._decode = boot.decode_ranks(spec)
         self._outcome = outcome
         self._computed: set[int] = set()
-        """Blocks that some rank has computed."""
+        """Names of the blocks that some rank of the cluster has computed."""
         self._attempts: dict[str, RequestRecord] = {}
         """Attempts in progress, by the request id known to the scheduler and the engines."""
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -102,7 +102,8 @@ class Simulation:
         self._wake_s: float | None = None
         self._woken_s = -math.inf
         self._wakes = 0
-        """Wake-ups at this very time: a correct scheduler's timers must end."""
+        """Number of wake-ups at the current simulated time: a correct scheduler's timers must
+        end."""
         self._loop = loop
         self._storage: SharedStorage | None = None
         if spec.tiers.has_storage:
@@ -122,7 +123,7 @@ class Simulation:
             self._at(change.at_s, self._change, change)
 
     def go_on(self, until_s: float) -> None:
-        """Run all events until then; events long after the last arrival are dropped."""
+        """Run all events until ``until_s``; events long after the last arrival are dropped."""
         while self._heap and self._heap[0][0] <= min(until_s, self._end_s):
             self._now_s, _, action, args = heapq.heappop(self._heap)
             action(*args)
@@ -380,7 +381,8 @@ class Simulation:
         done: Callable[[SimulatedRequest], None],
         request: SimulatedRequest,
     ) -> None:
-        """Complete an operation for a request, after which other requests may be schedulable."""
+        """Complete an operation for a request by calling ``done``, after which other requests may
+        be schedulable."""
         done(request)
         self._step_if_asleep(engine)
 

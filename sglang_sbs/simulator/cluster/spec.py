@@ -35,7 +35,7 @@ _ALLOWED: dict[str, tuple[str, ...]] = {
     "drain": ("up", "down"),
     "down": ("up",),
 }
-"""Changes that may follow each change."""
+"""Changes of an instance that may follow each change."""
 
 
 class TopologyError(ValueError):
@@ -46,7 +46,7 @@ class TopologyError(ValueError):
 class InstanceSpec(msgspec.Struct, frozen=True, kw_only=True):
     dp_size: int = 8
     chunk_tokens: int = 3072
-    """C_chunk per DP rank."""
+    """Chunk per DP rank, in tokens (``--chunked-prefill-size`` divided by the DP size)."""
     speed: float = 1.0
     """Speed factor: its passes take the cost model's time divided by this."""
     recorded: tuple[tuple[float, float], ...] = ()
@@ -64,18 +64,18 @@ class TierSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes and speeds of the tiers below the radix caches (:mod:`.kv_cache`)."""
 
     host_kv_tokens: int = 1_000_000
-    """Tokens per prefill rank: twice its device memory (``--hicache-ratio 2``). 0: neither this
-    tier nor storage."""
+    """Tokens of host memory per prefill rank: twice its device memory (``--hicache-ratio 2``). 0:
+    neither host memory nor storage."""
     host_load_s: float = 1.5e-6
     """Seconds per token from host memory to the device: 70272 bytes at 50 GB/s."""
     storage: bool = True
-    """Storage shared by all prefill ranks, unlimited in size."""
+    """Whether there is storage, shared by all prefill ranks and unlimited in size."""
     storage_load_s: float = 7e-6
     """Seconds per token from storage to host memory: 70272 bytes at 10 GB/s."""
 
     @property
     def has_storage(self) -> bool:
-        """Storage is reached through host memory only."""
+        """Whether storage is used: it is reached through host memory only."""
         return self.storage and self.host_kv_tokens > 0
 
 
@@ -99,7 +99,8 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
     dp_size: int = 8
     chunk_tokens: int = 3072
     instances: tuple[InstanceSpec, ...] = ()
-    """Different prefill instances, instead of the three fields above."""
+    """Different prefill instances; if set, they replace the three fields above (equal
+    instances)."""
     changes: tuple[TopologyChange, ...] = ()
     """Changes in order of time; instances are called p0, p1, ..."""
     first_instance: int = 0
@@ -135,7 +136,8 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Part of the gap after requests were read; later ones have to wait. An idle instance spends it
     as well, in addition to the dispatch latency."""
     overlap: bool = False
-    """One-batch lookahead of SGLang's overlap scheduling."""
+    """Whether engines use SGLang's overlap scheduling, which forms the next batch while a pass
+    runs."""
     barrier: bool = True
     """All DP ranks of an instance run each pass together. False: each runs its own passes (as with
     DWDP), which take as long as one in which all ranks have the same load."""
@@ -169,9 +171,10 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
     first_pass_s: float = 0.0
     """Additional time of the first pass after an engine's start: kernels, graphs."""
     length_error: float = 0.0
-    """The scheduler gets each prompt length times a uniform factor in 1 -/+ this."""
+    """The scheduler gets each prompt length times a uniform random factor between 1 - this and 1 +
+    this."""
     length_factor: float = 1.0
-    """The scheduler gets each prompt length times this."""
+    """Factor on each prompt length that the scheduler gets."""
     endforward_loss: float = 0.0
     """Share of EndForward messages that are lost; with 1 the scheduler has only HTTP responses."""
     endforward_delay_s: float = 0.0
@@ -189,20 +192,20 @@ class ClusterSpec(msgspec.Struct, frozen=True, kw_only=True):
     output_tokens: int = 200
     """Tokens generated per request. Decode reserves room for them in addition to the prompt."""
     decode_max_running_requests: int = 0
-    """Requests per decode rank; 0: unlimited."""
+    """Limit on running requests per decode rank; 0: unlimited."""
     max_new_tokens: int | None = None
     """``max_new_tokens`` of requests; None: not given."""
     ttft_slo_s: float | None = None
     """SLO of every request; None: none."""
     short_pool: int = 0
-    """This many instances take only short prompts, and the others long ones (:mod:`.arrangements`).
-    0: all take all."""
+    """Number of instances that take only short prompts, while the others take long ones
+    (:mod:`.arrangements`). 0: all take all."""
     pools: int = 0
     """Number of pools, with equally many instances and a scheduler each; decode is divided as well.
     0: one scheduler, and its CPU time is not measured."""
     pool_balance: PoolBalance = "least"
     deflect_tokens: int = 0
-    """Decode computes prompts of at most this many tokens as well, as the last instance. 0:
+    """Longest prompt, in tokens, that decode computes as well, as an additional last instance. 0:
     none."""
     seed: int = 0
 

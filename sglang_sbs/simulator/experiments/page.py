@@ -27,7 +27,7 @@ img { max-width: 100%; background: #fff }
 }
 """
 _WORDS = 24
-"""Cells of this many characters count as text."""
+"""Number of characters above which a table cell is laid out as text."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from sglang_sbs.simulator.parallel import Interrupted, Row, Task
 from sglang_sbs.simulator.workloads.scenario import SCENARIOS, Scenario
 
 TRACE_SEEDS = 5
-"""Default number of simulated windows of a trace."""
+"""Default number of simulated windows of a trace, each with a seed of its own."""
 DEFAULT_POLICIES = "sbs,sbs_paper,eta,least_tokens,random_rank"
 _CELL = ("policy", "prefill_instances", "chunk_tokens")
 _SPREAD = ("max_qps_least", "max_qps_most")
@@ -88,7 +88,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run, print, write; exit code 2 for bad arguments."""
+    """Plan, print and write results. Return 0; 2 for bad arguments; 130 if interrupted."""
     parser = build_parser()
     args = parser.parse_args(argv)
     policies = names(args.policies or DEFAULT_POLICIES, POLICY_CONFIGS, "--policies", parser)

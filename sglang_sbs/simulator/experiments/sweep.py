@@ -28,23 +28,23 @@ from sglang_sbs.simulator.workloads.scenario import (
 from sglang_sbs.trial.ratios import Part
 
 _MOST_LOAD = 100.0
-"""Upper limit of the capacity search: an engine this fast would never break the SLO."""
+"""Upper limit of the capacity search: an engine that serves this load would never break the SLO."""
 SEARCHED_LOADS = (0.2, 1.1, 1.5, 1.3, 1.2, 1.2, 1.2, 1.2, 1.2)
 """Loads that :func:`max_load` typically simulates."""
 _REQUEST_S, _CACHED_REQUEST_S = 2.2e-4, 8e-4
 """CPU time per simulated request, without and with prefix caches (2.5 GHz, 2026)."""
 _AGENT_TURN_S = 20.0
 LOOP_DRAIN_S = 600.0
-"""Drain time for agents. It is long because their answers are."""
+"""Drain time of a closed loop of agents, in seconds; long, because their answers are."""
 NO_FLOW_CONTROL: dict[str, Any] = {
     "n_limit": 1_000_000,
     "default_timeout_s": 1e9,
     "max_queue_requests": 10_000_000,
 }
-"""Settings without refusals, because a simulation measures waiting."""
+"""Scheduler settings without refusals, because a simulation measures waiting."""
 
 PARTS = 8
-"""Parts of a ``day`` for which TTFT is reported separately."""
+"""Number of parts of a ``day`` for which TTFT is reported separately."""
 INTERVAL_PARTS = 8
 """Parts of the time after the warm-up, used as units of intervals. Each is long enough to share few
 passes and little of its queue with the next."""
@@ -55,9 +55,9 @@ POLICY_CONFIGS: dict[str, dict[str, Any]] = {
     "sbs_paper": {"policy": "sbs", "trigger": "paper", "decode_rule": "iqr"},
     **{name: {"policy": name} for name in policy_names() if name != "sbs"},
 }
-"""Configurations by policy name."""
+"""Scheduler settings by policy name."""
 SEES_ALL_EQUAL = "sbs_equal"
-"""``sbs`` without knowledge of priorities and tenants."""
+"""Policy name of ``sbs`` without knowledge of priorities and tenants."""
 READS_CACHES = (
     *("sbs_equal", "sbs_paper"),
     *(name for name in policy_names() if reads_prefixes(name)),
@@ -143,7 +143,7 @@ def run(scenario: Scenario, job: Job) -> Row:
 
 
 def _by_part(outcome: Outcome, duration_s: float) -> list[float]:
-    """Mean TTFT by arrival in each eighth of the run; NaN: nothing was prefilled."""
+    """Return the mean TTFT by arrival in each eighth of the run; NaN: nothing was prefilled."""
     parts: list[list[float]] = [[] for _ in range(PARTS)]
     for request in outcome.requests:
         if not math.isnan(request.ttft_s):

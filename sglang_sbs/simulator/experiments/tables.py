@@ -56,7 +56,7 @@ def crossed(
 
 
 def mean_of(rows: Sequence[Row], key: str) -> float:
-    """Mean over the rows that have a value; NaN if none has."""
+    """Return the mean of a field over the rows that have a value; NaN if none has."""
     values = [row[key] for row in rows if row[key] is not None and not math.isnan(row[key])]
     return statistics.fmean(values) if values else math.nan
 
@@ -106,7 +106,7 @@ def result_tables(rows: Sequence[Row]) -> list[ResultTable]:
 
 
 def load_tables(rows: Sequence[Row]) -> list[ResultTable]:
-    """Mean and p99 TTFT, chunk utilization and refusals."""
+    """Return tables of mean and p99 TTFT, chunk utilization and refusals by load."""
     return _by_load(rows, "mean / p99 TTFT in s, chunk use", _load_cell)
 
 
@@ -134,7 +134,7 @@ def _by_load(
 
 
 def means(mine: Sequence[Row], form: str, *keys: str) -> str:
-    """Format the means of these fields; empty if the first has no value."""
+    """Format the means of these fields over the rows; empty if the first field has no value."""
     found = [mean_of(mine, key) for key in keys]
     return "" if math.isnan(found[0]) else form.format(*found)
 

@@ -1,8 +1,8 @@
 """``sglang-sbs simulate trial``: how often a trial is right, and after how many slots.
 
 The router's own trial (:mod:`sglang_sbs.trial`) runs on simulated clusters, where the true
-difference is known. A policy is compared with itself, and the answers in the baseline's slots are
-observed later by a given share."""
+difference is known. A policy can be compared with itself: ``--difference 0.2`` then delays the
+observed answers of the baseline so that the true ratio of the mean TTFTs is 0.8."""
 
 from __future__ import annotations
 
@@ -148,7 +148,8 @@ class TriedScheduler:
         self._late = difference / (1 - difference)
         """Delay after which an answer of the baseline is observed, relative to its TTFT."""
         self._arrived_s: dict[str, float] = {}
-        """Requests of the baseline's slots that wait for their answer."""
+        """Arrival times, by rid, of the requests of the baseline's slots that have no answer
+        yet."""
         self._switches: list[Switch] = []
 
     def handle(self, event: Event, now_s: float) -> list[Command]:

@@ -31,7 +31,7 @@ class _Cell(NamedTuple):
     mean: Ratio
     p99: float
     why: str
-    """Reason for a missing gain."""
+    """Reason why there is no gain to report; empty if there is one."""
 
 
 def of_loads(rows: Sequence[Row]) -> list[str]:
@@ -65,13 +65,13 @@ def _of_panel(rows: Sequence[Row]) -> str:
 
 
 def subject_of(rows: Sequence[Row]) -> str:
-    """The policy that a verdict is about: ``sbs``, another of that name, or the first."""
+    """Return the policy that a verdict is about: ``sbs``, another SBS variant, or the first."""
     names = list(dict.fromkeys(row["policy"] for row in rows))
     return "sbs" if "sbs" in names else next(filter(_is_sbs, names), names[0])
 
 
 def others_of(subject: str, names: Sequence[str] | dict[str, list[Row]]) -> list[str]:
-    """The policies to compare with; variants of SBS only if there are no others."""
+    """Return the policies to compare with; variants of SBS only if there are no others."""
     others = [name for name in names if name != subject]
     return [name for name in others if not _is_sbs(name)] or others
 

@@ -35,18 +35,19 @@ _MOST_INSTANCES = 64
 _PLOT_SUFFIXES = (".png", ".svg", ".html")
 DURATION_S = 80.0
 _FILE_WIDTH = 130
-"""Columns if the output is not a terminal: wide enough for every table."""
+"""Width of the output in columns if it is not a terminal: wide enough for every table."""
 _LINES = 20
 """Limit on progress lines of one command."""
 _LONG_S = 5.0
-"""Runs expected to be shorter print no expectation."""
+"""Seconds below which the expected duration of the runs is not printed."""
 _Value = TypeVar("_Value")
 
 
 def checked(
     parse: Callable[[str], _Value], fits: Callable[[_Value], bool], wanted: str
 ) -> Callable[[str], _Value]:
-    """A type for argparse; unsuitable values cause an error that asks for ``wanted``."""
+    """Return a type for argparse that parses with ``parse``; values that do not satisfy ``fits``
+    cause an error that asks for ``wanted``."""
 
     def value_of(text: str) -> _Value:
         with suppress(ValueError):
@@ -89,9 +90,10 @@ class Flag(NamedTuple):
 
     name: str
     field: str
-    """Empty if the keyword depends on other values as well."""
+    """Keyword of the simulation that the value becomes; empty if the keyword depends on other
+    values as well."""
     type: Callable[[str], Any] | type[argparse.Action] | tuple[str, ...]
-    """Parser of its value, or its choices; ``bool``: no value."""
+    """Parser of the flag's value, or the allowed values; ``bool``: the flag has no value."""
     default: Any
     help: str
     metavar: str | None = None

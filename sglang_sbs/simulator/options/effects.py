@@ -25,7 +25,7 @@ _OF_HOLDING = (
     *("--sbs-max-queue-tokens", "--sbs-max-hold-ms", "--sbs-priority-step-ms"),
     *("--sbs-tenant-weights",),
 )
-"""Flags without effect under immediate policies, which have no queue: they refuse and hold
+"""Flags without effect under immediate policies, which have no queue and so refuse and hold
 nothing."""
 _OF_CACHES = ("--prefix-source", "--kv-tokens", "--host-kv-tokens", "--storage", "--decode-cache")
 

@@ -21,12 +21,12 @@ from sglang_sbs.simulator.cluster.arrival import Arrival
 PAGE_TOKENS = 512
 """Page size of Mooncake's traces; smaller pages take longer to simulate."""
 LONGEST_TOKENS = 262_144
-"""A task ends before its prompt would exceed this."""
+"""Limit on a prompt's tokens: a task ends before its prompt would exceed this."""
 _FIRST_TOKENS = (10.5, 0.4)
-"""Parameters of a lognormal distribution: median 36K, mean 39K. Instructions, tools and the first
-files."""
+"""(mu, sigma) of the lognormal tokens of an agent's instructions, tools and first files: median
+36K, mean 39K."""
 _TOOL_TOKENS = (8.05, 1.1)
-"""Parameters of a lognormal distribution: median 3.1K, mean 5.7K."""
+"""(mu, sigma) of the lognormal tokens of a tool's result: median 3.1K, mean 5.7K."""
 _MEAN_OUTPUT_TOKENS = 850
 _TURNS = (22, 44)
 _MEAN_PAUSE_S = 2.5
@@ -38,7 +38,7 @@ _SUB_TURNS = (2, 6)
 _TASK_TOKENS = 1_000
 """Tokens of a sub-agent's additional instructions."""
 _SPREAD_S = 20.0
-"""Agents in progress at the start send their next turn within this time."""
+"""Seconds within which agents in progress at the start send their next turn."""
 _NAMES_PER_THREAD = 1 << 16
 
 
@@ -48,10 +48,10 @@ class _Thread:
     session: str
     rng: random.Random
     tokens: int
-    """Tokens of its context, including answers."""
+    """Tokens of the agent's context, including answers."""
     turns: int
     pages: list[int] = field(default_factory=list)
-    """Names of the full pages of its context, as far as sent."""
+    """Names of the full pages of the agent's context, as far as it was sent."""
     parent: _Thread | None = None
     children: int = 0
 
@@ -60,7 +60,7 @@ class AgentLoop:
     """One run: the initial requests, and the request that follows each answer."""
 
     def __init__(self, agents: int, duration_s: float, seed: int) -> None:
-        """``duration_s``: time after which nothing is sent."""
+        """Start the agents. ``duration_s``: time after which nothing is sent."""
         self._duration_s = duration_s
         self._seed = seed
         self._threads: dict[int, _Thread] = {}

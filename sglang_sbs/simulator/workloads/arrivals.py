@@ -22,9 +22,9 @@ MOONCAKE_BLOCK_TOKENS = 512
 """Tokens per ``hash_id`` of a Mooncake trace."""
 _OUTPUT_TOKENS = 200
 MOST_PROMPT_TOKENS = 10_000_000
-"""Longer prompts count as errors in a trace."""
+"""Limit on a prompt's tokens in a trace; a longer one counts as an error."""
 DAY_LOW, DAY_HIGH = 0.2, 1.1
-"""A day's load at night and at noon if the mean is 0.65."""
+"""Load at night and at noon of a day whose mean load is 0.65."""
 LengthOf = Callable[[random.Random], int]
 """Draws a prompt length in tokens."""
 
@@ -34,12 +34,14 @@ class TraceError(ValueError):
 
 
 def uniform_like(longest: int) -> LengthOf:
-    """``longest`` x Beta(1, 2), with a mean of a third of it (the paper's 0-3K, mean 1K)."""
+    """Return a distribution of lengths: ``longest`` x Beta(1, 2), with a mean of a third of
+    ``longest`` (the paper's 0-3K, mean 1K)."""
     return lambda rng: int(rng.betavariate(1, 2) * longest) + 1
 
 
 def truncated_pareto(shortest: int, longest: int, mean: float) -> LengthOf:
-    """Pareto between two lengths with the given mean (the paper's 3-64K, mean 6.7K)."""
+    """Return a Pareto distribution between two lengths with the given mean (the paper's 3-64K, mean
+    6.7K)."""
     alpha = _pareto_alpha(shortest, longest, mean)
     tail = 1 - (shortest / longest) ** alpha
     return lambda rng: int(shortest * (1 - rng.random() * tail) ** (-1 / alpha))
@@ -59,7 +61,8 @@ def _pareto_alpha(shortest: int, longest: int, mean: float) -> float:
 def synthetic(
     qps: float, duration_s: float, length_of: LengthOf, seed: int, *, burstiness: float = 1.0
 ) -> list[Arrival]:
-    """Gamma arrivals with coefficient of variation ``burstiness`` (1: Poisson)."""
+    """Return arrivals with Gamma-distributed gaps; ``burstiness`` is their coefficient of variation
+    (1: Poisson)."""
     rng = random.Random(seed)
     shape = 1 / burstiness**2
     arrivals, now_s = [], 0.0
@@ -71,20 +74,23 @@ def synthetic(
 def on_off(
     qps: float, duration_s: float, length_of: LengthOf, seed: int, *, phase_s: float
 ) -> list[Arrival]:
-    """Poisson arrivals at twice the rate for a phase, then none for another, and so on."""
+    """Return Poisson arrivals at twice the rate for ``phase_s``, then none for ``phase_s``, and so
+    on."""
     # The time of the steady arrivals advances only while the source is on, at twice the speed.
     steady = [(a, a.at_s / 2) for a in synthetic(qps, duration_s, length_of, seed)]
     return [a._replace(at_s=on_s + phase_s * (on_s // phase_s)) for a, on_s in steady]
 
 
 def day(qps: float, duration_s: float, length_of: LengthOf, seed: int) -> list[Arrival]:
-    """Poisson arrivals at a rate that rises and falls as a squared sine; ``qps`` is the mean."""
+    """Return Poisson arrivals at a rate that rises and falls as a squared sine; ``qps`` is the
+    mean."""
     steady = synthetic(qps, duration_s, length_of, seed)
     return [a._replace(at_s=duration_s * time_of_day(a.at_s / duration_s)) for a in steady]
 
 
 def time_of_day(share: float) -> float:
-    """Time of day by which this share of the requests has come; both between 0 and 1."""
+    """Return the time of day by which this share of the day's requests has arrived; both between 0
+    and 1."""
     mean, swing = (DAY_LOW + DAY_HIGH) / 2, (DAY_HIGH - DAY_LOW) / 2
     low, high = 0.0, 1.0
     for _ in range(40):

@@ -24,7 +24,8 @@ class Classes:
     """Relative number of requests per tenant; empty: no tenants."""
 
     def of(self, arrivals: Sequence[Arrival], seed: int) -> list[Arrival]:
-        """Return the same requests with their drawn classes; everything else stays the same."""
+        """Return the same requests with a priority, tenant and SLO drawn for each; everything else
+        stays the same."""
         if not (self.high_share or self.low_share or self.tenants):
             return list(arrivals)
         rng = random.Random(f"classes {seed}")

@@ -8,16 +8,16 @@ import random
 from sglang_sbs.simulator.cluster.arrival import Arrival
 
 PAGE_TOKENS = 64
-"""SGLang's page size for DeepSeek-V3 with FlashMLA."""
+"""Tokens per KV page: SGLang's page size for DeepSeek-V3 with FlashMLA."""
 _MEAN_TURNS = 5.0
 _MEAN_THINK_S = 10.0
 _MEAN_OUTPUT_TOKENS = 400
 _SYSTEM_PROMPTS = 20
 _SYSTEM_TOKENS = (200, 4000)
 _MESSAGE_TOKENS = (5.5, 1.2)
-"""Parameters of a lognormal distribution: median 245, mean 500."""
+"""(mu, sigma) of the lognormal tokens of a message: median 245, mean 500."""
 LONGEST_TOKENS = 65_536
-"""A conversation ends before its prompt would exceed this."""
+"""Limit on a prompt's tokens: a conversation ends before its prompt would exceed this."""
 _NAMES_PER_CONVERSATION = 1 << 20
 
 

@@ -28,13 +28,13 @@ def optimal_cached_tokens(
         return [0] * len(arrivals)
     usable = [arrival.blocks[: (arrival.prompt_tokens - 1) // block_tokens] for arrival in arrivals]
     uses: dict[int, list[int]] = {}
-    """Arrivals that could use each block, the next one last."""
+    """Indices of the arrivals that could use each block, the next one last."""
     for index in range(len(usable) - 1, -1, -1):
         for block in usable[index]:
             uses.setdefault(block, []).append(index)
     capacity = capacity_tokens // block_tokens
     kept: dict[int, int] = {}
-    """Next use of each block."""
+    """Index of the next use of each cached block."""
     farthest: list[tuple[int, int, int]] = []
     """Heap of (- next use, - depth, block); entries that ``kept`` contradicts are outdated."""
     for depth, block in enumerate(history):

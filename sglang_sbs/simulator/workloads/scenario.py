@@ -36,31 +36,33 @@ from sglang_sbs.simulator.workloads.optimum import optimal_cached_tokens
 AGENTIC = "agentic"
 """The closed loop, in which load is a number of agents."""
 WARM_UP_S = 20.0
-"""Initial part of a run that is not counted."""
+"""Seconds at the start of a run that are not counted."""
 _PAPER_3K_QPS = 57.0
-"""Rate of the baseline per instance (Table 1)."""
+"""Requests per second and prefill instance at load 1.0 of ``paper-3k``: the baseline's peak in the
+paper (Table 1)."""
 LoadCounts = Literal["prompt", "uncached"]
 LOAD_COUNTS: tuple[str, ...] = get_args(LoadCounts)
 _SHORT = uniform_like(3000)
 _SHORT_MEAN_TOKENS = 1000.5
 _OWN_LENGTHS = ("paper-", "fixed:", "uniform:", "one-long", "few-long", "onoff", "day")
-"""Beginnings of the names of scenarios without shared prefixes."""
+"""Prefixes of the names of scenarios in which prompts share no beginnings."""
 _LONG = truncated_pareto(3072, 65536, 6700.0)
 _LONG_TOKENS = 65536
 _FEW_LONG_TOKENS = 100, 100_000
 _FEW_LONG_SHARE = 0.004
 _LONG_EVERY_S = 15.0
-"""Interval of long prompts in ``one-long``: 2.5 % of the work of load 1.0."""
+"""Seconds between the long prompts of ``one-long``, which are 2.5 % of the work of load 1.0."""
 _PHASE_S = 0.5
-"""Length of the phases of ``onoff``."""
+"""Seconds per phase of ``onoff``."""
 DECODE_TOKEN_S = 0.02
-"""Time per token in ``agentic``: 50 tokens per second and user."""
+"""Seconds per generated token in ``agentic``: 50 tokens per second and user."""
 AGENTS_PER_INSTANCE = 28.0
 """Number of agents per instance at load 1.0 of ``agentic``: with it, the mean TTFT of the best
 immediate policy equals the scenario's SLO (docs/lab/agentic.md). The chunk is SGLang's 16384 over 8
 DP ranks."""
 AGENT_WARM_UP_S = 60.0
-"""Longer than that of others, because the device holds contexts only after their next turns."""
+"""Warm-up of ``agentic`` in seconds, longer than ``WARM_UP_S``, because the device holds contexts
+only after the agents' next turns."""
 _SAMPLE = 20.0, 500.0, 0
 """Sample of conversations used to calculate load 1.0: rate, seconds, seed."""
 
@@ -73,9 +75,9 @@ milliseconds."""
 
 
 Workload = list[Arrival] | AgentLoop
-"""Requests with fixed times, or each after an answer."""
+"""What a scenario sends: requests with fixed times, or a closed loop of agents."""
 Arrivals = Callable[[float, float, int], Workload]
-"""(qps, duration_s, seed) -> requests."""
+"""Function ``(qps, duration_s, seed)`` that returns the workload."""
 
 
 class ScenarioError(ValueError):
@@ -185,7 +187,7 @@ class _Wanted:
         return spec
 
     def worth(self, shape: ClusterSpec) -> float:
-        """Number of equal instances to which its instances are equivalent."""
+        """Return the number of equal instances to which the cluster's instances are equivalent."""
         if not self.instances:
             return shape.prefill_instances
         single = msgspec.structs.replace(shape, prefill_instances=1, instances=(), changes=())
@@ -343,7 +345,8 @@ def _lengths(text: str) -> tuple[int, int]:
 
 
 def full_passes_per_s(spec: ClusterSpec, mean_tokens: float) -> float:
-    """Requests of this mean length per second if every pass is as full as the engine allows."""
+    """Return the requests of this mean length per second if every pass is as full as the engine
+    allows."""
     rate = 0.0
     for _, instance in spec.prefill:
         most = instance.chunk_tokens / mean_tokens
@@ -354,7 +357,7 @@ def full_passes_per_s(spec: ClusterSpec, mean_tokens: float) -> float:
 
 
 def full_chunk_tokens_per_s(spec: ClusterSpec) -> float:
-    """Tokens per second if every pass has a full chunk on every rank."""
+    """Return the tokens per second if every pass has a full chunk on every rank."""
     full_s = spec.cost.full_chunk_s
     each = (instance for _, instance in spec.prefill)
     return sum(
