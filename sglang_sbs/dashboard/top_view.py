@@ -101,7 +101,7 @@ def _name(instance: dict[str, Any]) -> Text:
 
 
 def _grouped(instances: Sequence[dict[str, Any]], per_rank: str, width: int) -> str:
-    """Return the part of the heading that says how many DP ranks a cell of the bar stands for;
+    """Return the part of the heading with the number of DP ranks per cell of the bar;
     empty if one. ``per_rank``: field with the list of the ranks' values."""
     room = width - _BEFORE_CELLS
     most = max((len(instance[per_rank]) for instance in instances), default=0)

@@ -143,7 +143,7 @@ class SocketBoard(Board):
         others = [other for other in range(ranks) if other != rank]
         self._addresses = [f"\0{name}.{rank}.{other}" for other in others]
         self._sent: deque[tuple[int, Word]] = deque(maxlen=_MOST_GANGS)
-        """Words sent with :meth:`tell` that are not stored yet."""
+        """Words sent to the other ranks that this one does not count yet."""
         self._inboxes: dict[int, socket.socket] = {}
         self._out = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._out.setblocking(False)

@@ -118,7 +118,7 @@ class Attribution:
                 self.leftover += ranks.values()
 
     def of(self, engine: EngineFacts) -> dict[int, RankReports]:
-        """Return the reports of an engine by rank."""
+        """Return the reports attributed to an engine, by DP rank."""
         return self._ranks.get(engine.url, {})
 
     def may_be_among_leftover(self, engine: EngineFacts) -> bool:

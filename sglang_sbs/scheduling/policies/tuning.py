@@ -126,14 +126,14 @@ class Tuning(Memories):
     """Holding stops when the dispatch lead exceeds the latency of a lone request by this much, in
     mean pass times."""
     guard_trial_passes: float = 0.06
-    """As ``guard_enter_passes``, while holding is on trial again."""
+    """Replaces ``guard_enter_passes`` while holding is on trial again."""
     guard_trial_split_passes: float = 0.03
-    """As ``guard_trial_passes``, for the lead's estimate from split batches alone. On a busy host
-    the intake takes seconds to work off the batches of a trial, so the trial ends at the first
-    split ones."""
+    """Replaces ``guard_trial_passes`` for the lead's estimate from split batches alone. On a busy
+    host the intake takes seconds to work off the batches of a trial, so the trial ends at the
+    first split ones."""
     guard_most_load: float = 0.75
-    """At this load or more the guard does not switch holding off: near capacity it is worth more
-    that batches fill passes than that they arrive whole."""
+    """Load from which on the guard does not switch holding off: near capacity it is worth more that
+    batches fill passes than that they arrive whole."""
     guard_first_s: float = 40.0
     """Seconds for which holding stays off at first; doubled after each failed trial."""
     guard_most_s: float = 160.0

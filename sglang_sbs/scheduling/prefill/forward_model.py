@@ -70,7 +70,7 @@ class ForwardModel:
         self._first: list[_Observed] = []
         """First passes since the fit began."""
         self._believed: list[int] = []
-        """Positions in ``_first`` of the passes that are no outliers."""
+        """Positions in ``_first`` of the passes that are not outliers."""
         self._last: deque[tuple[int, _Observed]] = deque(maxlen=_LAST)
         """The last passes after the warm-up, each with a sign: 1 if it took far longer than
         predicted, -1 if far less, otherwise 0."""

@@ -32,8 +32,8 @@ request."""
 
 @dataclass(slots=True)
 class Observation:
-    """What one report of a prefill instance shows: samples of latency, lead and forward time, and
-    events."""
+    """Samples of latency, lead and forward time, and events, from one report of a prefill
+    instance."""
 
     ended: bool = False
     """The report is the first to show the end of a pass."""

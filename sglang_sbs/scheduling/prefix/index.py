@@ -58,7 +58,7 @@ from sglang_sbs.scheduling.prefix.tables import (
 )
 
 CONFIRMED_S = 2.0
-"""With KV events: seconds after prefill until claims that the rank has not published lapse."""
+"""Seconds after prefill until claims lapse that a rank with KV events has not published."""
 APPROXIMATE_TTL_S = 600.0
 _SAME_CLAIM_S = 1.0
 """Seconds after a claim within which the same blocks are not claimed again, because claims take

@@ -75,7 +75,7 @@ milliseconds."""
 
 
 Workload = list[Arrival] | AgentLoop
-"""What a scenario sends: requests with fixed times, or a closed loop of agents."""
+"""Requests of a scenario: with fixed times, or in a closed loop of agents."""
 Arrivals = Callable[[float, float, int], Workload]
 """Function ``(qps, duration_s, seed)`` that returns the workload."""
 

@@ -95,8 +95,8 @@ def _target(opening: OpenPass) -> Target:
 
 
 def _keep_tokens(view: View, opening: OpenPass) -> float:
-    """Return the number of waiting tokens above which prompts are split to fill the pass: what the
-    other instances can take in a pass, because a split prompt needs one more pass. Under overlap
+    """Return the number of waiting tokens above which prompts are split to fill the pass. Below it
+    a split would only cost a pass: the other instances can take the tokens in theirs. Under overlap
     scheduling a pass of all instances is added, because the rest of a split prompt gets a pass
     almost of its own. Infinity: never split."""
     if view.urgent:

@@ -143,7 +143,7 @@ class Begins:
 
 
 class Marginals(dict[PrefillInstance, tuple[float, float, float]]):
-    """What :func:`.few_requests.fair_share` needs of each instance, computed on first use: tokens
+    """Inputs of :func:`.few_requests.fair_share` per instance, computed on first use: tokens
     to add per second of level, the length of the next pass without more tokens, and the part of it
     for the tokens it holds (seconds)."""
 
