@@ -41,7 +41,8 @@ _MAX_SAMPLES = 2_000
 _MAX_PENDING = 20_000
 _TAILS = 64
 _UNDECIDED_S = 10.0
-"""Seconds of waiting after which a request enters the shadows before its outcome is known."""
+"""Seconds after arrival at which a request enters the shadow clusters although its real placement
+is not known yet. Until then it holds up the requests behind it."""
 SLICE_S = 0.2
 """Interval between calls of :meth:`TtftComparison.advance`."""
 _SLICE_US = 4_000.0
@@ -205,8 +206,9 @@ class TtftComparison:
             self._finished(name, cluster.advance(now_s if name == MODELLED else until_s), now_s)
 
     def _turn(self, now_s: float) -> None:
-        """After a minute with many requests, pause until shortly before the next one to follow. The
-        first minute may be a short one."""
+        """Begin a new minute. If the last one had more than ``MOST_EACH_MINUTE`` requests, feed no
+        requests to the shadow clusters for ``PAUSED_MINUTES`` minutes, less a warm-up. A minute of
+        which only a part was counted causes no pause."""
         minute = int(now_s // MINUTE_S)
         if minute == self._minute:
             return

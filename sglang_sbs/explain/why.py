@@ -37,7 +37,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Return 0; 1 if the request is unknown or no router can be asked; 2 for bad flags."""
+    """Print why a request was placed as it was, from a router or an event log. Return 0; 1 if the
+    request is unknown, the log cannot be read, or no router can be asked; 2 for bad flags."""
     args = ask_router.parse(parser(), argv)
     began_s: float | None = None
     try:

@@ -173,7 +173,8 @@ class TrafficRecorder:
             self._put(made_s, ForwardEnded(instance=engine.instance, report=logged))
 
     def due(self, until_s: float) -> Iterator[LogRecord]:
-        """Yield records from before ``until_s``, which no later message can precede."""
+        """Remove and yield the records up to and including ``until_s``, in order of time. The
+        caller chooses it so that no message still to come belongs before it."""
         while self._heap and self._heap[0][0] <= until_s:
             at_s, number, event, dispatches = heapq.heappop(self._heap)
             decode = self._decode_of_room.pop(self._rooms.pop(number, 0), None)

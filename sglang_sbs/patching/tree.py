@@ -59,7 +59,8 @@ def change(root: Path, patch: Patch, *, revert: bool = False) -> list[str]:
 
 
 def explain_unknown(files: list[TouchedFile]) -> str:
-    """Explain why the files are left alone, and what would help."""
+    """Return the error message for files that are neither in their original nor in their patched
+    state, with the advice to install the package anew."""
     names = ", ".join(
         f"{file.path} " + ("is missing" if file.state == "missing" else f"({file.sha256[:12]}…)")
         for file in files

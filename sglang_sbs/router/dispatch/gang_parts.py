@@ -44,8 +44,10 @@ class GangParts:
         one. Later requests may follow it."""
 
     def labelled(self, commands: Sequence[Command]) -> Sequence[Command]:
-        """Return the commands of one moment, with a part added to each dispatch. They are returned
-        unchanged if no request's bootstrap room describes a batch (:func:`.is_sized`)."""
+        """Return the commands with a :class:`GangPart` added to each dispatch: the number of
+        requests of its batch for its DP rank, which the engine waits for. ``commands``: all of one
+        decision. They are returned unchanged if no bootstrap room can describe a batch
+        (:func:`.is_sized`)."""
         dispatched = [command for command in commands if isinstance(command, Dispatch)]
         for dispatch in dispatched:
             if is_sized(dispatch.rid):

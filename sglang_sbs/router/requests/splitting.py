@@ -103,7 +103,8 @@ class Prompt:
     """Number of embeddings, or of ids in a list that is invalid or too long to read; otherwise
     0."""
     size_bytes: int
-    """Size of a text, or of a chat's texts, that is too long to read; otherwise 0."""
+    """Bytes of a text, or of all texts of a chat, that is over ``MOST_READ_BYTES`` and therefore
+    not tokenized; otherwise 0."""
     member: bytes | bytearray
     """The prompt as a JSON member for prefill and decode; empty for a chat (it spans the body)."""
     own: bytes | bytearray

@@ -29,8 +29,8 @@ QUIET_S = 10.0
 many."""
 _FRAMES = 12
 _BUSY = 0.5
-"""Share of a blocked time that names its cause: garbage collection above this share; a wait for a
-processor or disk if the process's CPU time is below it."""
+"""Share of a blocked time from which garbage collection counts as its cause. With less CPU time
+than this share, the process waited for a processor or disk."""
 
 logger = logging.getLogger(__name__)
 

@@ -67,8 +67,9 @@ class DecodeAdmission:
         """Smallest total length refused since :meth:`begin`."""
 
     def begin(self, instances: Sequence[DecodeInstance], waiting: Container[str]) -> None:
-        """Begin a planning: read the room of ``instances`` (those up) again. ``waiting``: ids of
-        queued requests; a reservation for another one is dropped."""
+        """Begin a planning round: forget the computed room, and use ``instances`` (those that are
+        up). Drops the reservation if its request is not in ``waiting`` (ids of queued requests), or
+        its instance is not up."""
         self._instances = instances
         self._room_tokens = None
         self.least_refused_tokens = math.inf

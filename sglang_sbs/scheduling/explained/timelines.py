@@ -150,7 +150,8 @@ class Timelines:
         return (decision.prefill, decision.prefill_rank) if decision is not None else None
 
     def observe(self, event: Event, commands: Sequence[Command], now_s: float) -> None:
-        """Process an event and the scheduler's commands for it."""
+        """Update the timelines of the requests that an event and the scheduler's commands for it
+        concern."""
         on = self._on.get(type(event))
         if on is not None:
             on(event, now_s)

@@ -22,15 +22,17 @@ class Measured:
     share of the queue is at least what its pass and all earlier ones take. Of the requests expected
     to arrive during a pass, this share counts as delayed if the pass becomes longer."""
     arriving_share: float = 0.6
-    """Share of the tokens or requests expected before a later pass starts that counts for that pass
-    in the division of the queue."""
+    """Share of the expected arrivals that counts for the later pass when the queue is divided
+    between a pass now and a later one. Expected are the tokens or requests that arrive before the
+    later pass starts."""
     worth: float = 0.95
     """The split of waiting requests found by :func:`.best_cut` replaces that of
     :func:`.fair_share`, which treats tokens as divisible, only if it costs less than this share of
     it. Pass times are not known more precisely, and a request left for a later pass lengthens the
     tail. Finishes of idle instances are compared with the same tolerance."""
     rate_passes: float = 10.0
-    """Time constant of the arrival rate, in passes: it predicts the arrivals during one."""
+    """Time constant, in mean pass times, of the measured arrival rate, which predicts the arrivals
+    during a pass."""
     chunk_weight: float = 0.4
     """A prompt of n chunks weighs 1 + (n - 1) * ``chunk_weight`` in the cost of a placement,
     because delays of long prompts form the tail."""
@@ -74,7 +76,8 @@ class Tuning(Memories):
     most_refused: int = 256
     """A decision stops looking through the queue after this many requests without decode room."""
     most_deferred: int = 32
-    """Once this many requests were left for other instances, form a batch of those found."""
+    """Number of requests passed over, because other instances suit them better, at which the search
+    of the queue stops. The batch then has the requests found so far."""
     most_joining: int = 64
     """While more requests than this wait, none is sent after a batch that is on its way: they were
     left for later passes on purpose."""

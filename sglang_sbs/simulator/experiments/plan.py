@@ -208,8 +208,8 @@ def _over(cells: Sequence[Row], spread: str) -> str:
 def needed(
     cells: Sequence[Row], policy: str, rate_qps: float, capacity: str = "max_qps"
 ) -> Row | None:
-    """Return the fewest instances (at their best chunk) that handle the rate; None if none of those
-    tried does."""
+    """Return the cell with the fewest instances, at their best chunk, that handles the rate; None
+    if none of those tried does."""
     for instances in _counts(cells, policy):
         best = best_chunk(cells, policy, instances, capacity)
         if best[capacity] >= rate_qps:

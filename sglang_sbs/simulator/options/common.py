@@ -247,7 +247,8 @@ def add_common(parser: argparse.ArgumentParser, **seeds: Any) -> None:
 
 
 def add_prefill_runs(parser: argparse.ArgumentParser, policies: str) -> None:
-    """Add the flags of commands that run prefill scenarios under policies."""
+    """Add ``--policies`` and the other flags of commands that run prefill scenarios. ``policies``:
+    default of that flag."""
     parser.add_argument("--policies", help=f"comma-separated (default {policies})")
     add_all(parser, _PREFILL_RUNS)
 
@@ -346,7 +347,8 @@ def clock(seconds: float) -> str:
 
 
 def write_json(content: Sequence[Row] | Row, path: Path | None, console: Console) -> None:
-    """Write rows or an object as JSON if requested; missing values are null."""
+    """Write rows or an object as indented JSON to ``path``, creating its folder, and print the
+    path. ``path`` None: do nothing. NaN and None become null."""
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)

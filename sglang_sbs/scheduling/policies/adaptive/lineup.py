@@ -105,7 +105,7 @@ class Starts:
 
 
 class Begins:
-    """When the pass of each instance begins that could contain a batch sent at one moment. Unlike
+    """Start of the pass of each instance that could contain a batch sent at a given moment. Unlike
     :class:`Starts`, assumes that the batch reaches the instance's next pass."""
 
     def __init__(self, starts: Starts, joins: Container[PrefillInstance] = ()) -> None:

@@ -74,8 +74,8 @@ def open_passes(view: View) -> Openings:
 
 
 def _add_far_away(view: View, found: OpenSoFar) -> None:
-    """Open a pass of every instance with room, because no request is held if the dispatch latency
-    is a pass or more."""
+    """Open a pass of every instance with room. Used if the dispatch latency is a pass or more: then
+    no request is held."""
     starts = view.starts
     for instance in starts.in_order():
         if instance.ranks.has_room_in(view.passes_away):
