@@ -75,7 +75,7 @@ class Gain:
 
     def off(self, now_s: float) -> float | None:
         """Return the relative error of the modelled mean TTFT with the real placements, modelled /
-        measured - 1. None: no whole minute was measured yet."""
+        measured - 1. None: the window has no whole minute."""
         minutes = self._window(now_s)
         measured_s = sum(minute.sums_s[MEASURED] for minute in minutes)
         if not measured_s > 0:
@@ -135,8 +135,8 @@ class Gain:
 
 
 def in_words(ratios: Mapping[str, Ratio]) -> str:
-    """Format the ratios to the default baseline and to ``eta`` for the minute's log line; empty if
-    neither is known."""
+    """Format the ratios to ``HEADLINE`` and ``eta`` for the log line of a minute; empty if neither
+    is known."""
     shown = [
         f"{ratio.ratio:.2f}x of {name} ({ratio.low:.2f} to {ratio.high:.2f})"
         for name in (HEADLINE, "eta")

@@ -117,7 +117,8 @@ class GangHold:
         self._open_board = open_board
         self._gather = gather
         self._ranks = Board()
-        """The board to other DP ranks; open if this rank shares a barrier with them."""
+        """Exchanges words about batches with the other DP ranks. Never opened without a barrier, or
+        if one host has more than ``MOST_RANKS`` ranks."""
         self._team = OnlyProcess()
         self._attached = False
         self._off = self._limit_s == 0

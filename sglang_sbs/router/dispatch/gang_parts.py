@@ -44,9 +44,9 @@ class GangParts:
         one. Later requests may follow it."""
 
     def labelled(self, commands: Sequence[Command]) -> Sequence[Command]:
-        """Return the commands with a :class:`GangPart` added to each dispatch: the number of
-        requests of its batch for its DP rank, which the engine waits for. ``commands``: all of one
-        decision. They are returned unchanged if no bootstrap room can describe a batch
+        """Return the commands with a :class:`GangPart` added to each dispatch, which has the number
+        of its batch's requests for its DP rank, so that the engine waits for them. ``commands``:
+        all of one decision. They are returned unchanged if no bootstrap room describes a batch
         (:func:`.is_sized`)."""
         dispatched = [command for command in commands if isinstance(command, Dispatch)]
         for dispatch in dispatched:

@@ -1,10 +1,11 @@
-"""The scheduler's view of one decode instance: ⟨B_i, K_i⟩ per DP rank.
+"""The scheduler's view of one decode instance: running requests B_i and KV tokens K_i per DP rank.
 
-A rank's state is its last report, plus the requests dispatched and not in it, minus those that
-ended and still are in it. A dispatch is in the report that echoes its id (or counts an id from a
-lost report). :class:`~sglang_sbs.scheduling.decode.departures.Departures` matches the ends. K_i of
-a request on its way is its prompt, which is what the engine allocates; admission counts its
-expected total length.
+A rank's state is its last report, plus the dispatched requests that it does not contain yet, minus
+those that have ended but are still in it. A report contains a dispatch if it echoes the id. If it
+shows that reports with some ids were lost, that many of the oldest dispatches count as contained.
+:class:`~sglang_sbs.scheduling.decode.departures.Departures` matches the ends. K_i of a request on
+its way is its prompt, which is what the engine allocates; admission counts its expected total
+length.
 
 A silent rank's last report is discarded, so that it does not keep requests away for good. Then load
 polls count, or, without any, the requests dispatched there and not ended.

@@ -22,9 +22,8 @@ class Measured:
     share of the queue is at least what its pass and all earlier ones take. Of the requests expected
     to arrive during a pass, this share counts as delayed if the pass becomes longer."""
     arriving_share: float = 0.6
-    """Share of the expected arrivals that counts for the later pass when the queue is divided
-    between a pass now and a later one. Expected are the tokens or requests that arrive before the
-    later pass starts."""
+    """When the queue is divided between a pass now and later ones, this share of the tokens or
+    requests expected to arrive before a later pass starts counts for that pass."""
     worth: float = 0.95
     """The split of waiting requests found by :func:`.best_cut` replaces that of
     :func:`.fair_share`, which treats tokens as divisible, only if it costs less than this share of

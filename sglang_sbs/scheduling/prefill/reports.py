@@ -175,7 +175,10 @@ class Reports:
         return start_s if known is None else min(start_s, known.start_s)
 
     def _learn_pause(self, report: EndForward, launch_s: float) -> None:
-        """Learn the engine's pause from a launch report if only the engine delayed the launch."""
+        """Learn the pause between the end of a pass and the next launch from a launch report. Skips
+        reports of launches that not only the engine delayed: no pass has ended yet, the report is
+        late, another reported pass runs, the time is negative or longer than the predicted pass, or
+        a rank had nothing to launch since that end."""
         passes = self._passes
         if not passes.ended or report.forward_id <= self._ranks.ended_id or passes.reported:
             return

@@ -1,8 +1,8 @@
 """Decides when the silence of a prefill instance means that it is gone (paper section 4.1.2).
 
 Silence counts from the predicted end of its passes. It must last several times the mean forward
-time of the cluster, or of the instance itself if that is slower. The first pass gets more time,
-because its speed is unknown and it may compile kernels."""
+time of the cluster, or the median of the instance's last passes if that is longer. The first pass
+gets more time, because its speed is unknown and it may compile kernels."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class TierSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens of host memory per prefill rank: twice its device memory (``--hicache-ratio 2``). 0:
     neither host memory nor storage."""
     host_load_s: float = 1.5e-6
-    """Seconds per token from host memory to the device: 70272 bytes at 50 GB/s."""
+    """Seconds per token from host memory to the device: 70272 bytes at 47 GB/s."""
     storage: bool = True
     """Whether there is storage, shared by all prefill ranks and unlimited in size."""
     storage_load_s: float = 7e-6

@@ -248,7 +248,7 @@ def add_common(parser: argparse.ArgumentParser, **seeds: Any) -> None:
 
 def add_prefill_runs(parser: argparse.ArgumentParser, policies: str) -> None:
     """Add ``--policies`` and the other flags of commands that run prefill scenarios. ``policies``:
-    default of that flag."""
+    default that its help shows."""
     parser.add_argument("--policies", help=f"comma-separated (default {policies})")
     add_all(parser, _PREFILL_RUNS)
 

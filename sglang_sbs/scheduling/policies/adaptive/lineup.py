@@ -105,8 +105,8 @@ class Starts:
 
 
 class Begins:
-    """Start of the pass of each instance that could contain a batch sent at a given moment. Unlike
-    :class:`Starts`, assumes that the batch reaches the instance's next pass."""
+    """Start times, by instance, of the pass that could contain a batch sent at a given moment.
+    Unlike :class:`Starts`, assumes that the batch reaches the instance's next pass."""
 
     def __init__(self, starts: Starts, joins: Container[PrefillInstance] = ()) -> None:
         """``joins``: instances where requests sent now still join a batch on its way."""
