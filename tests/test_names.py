@@ -4,6 +4,7 @@ import ast
 import re
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -16,12 +17,24 @@ OF_WORKERS = ("router/workers/", "router/processes/mirrored_registry.py")
 
 def modules(*folders: Path) -> Iterator[tuple[str, ast.Module]]:
     for folder in folders or (PACKAGE,):
-        for path in sorted(folder.rglob("*.py")):
-            yield str(path.relative_to(folder)), ast.parse(path.read_text())
+        yield from parsed(folder)
+
+
+@cache
+def parsed(folder: Path) -> list[tuple[str, ast.Module]]:
+    paths = sorted(folder.rglob("*.py"))
+    return [(str(path.relative_to(folder)), ast.parse(path.read_text())) for path in paths]
+
+
+@cache
+def bindings(folder: Path) -> list[tuple[str, int, str]]:
+    """Return the file, the line and the name of everything that is defined or assigned."""
+    return [
+        (name, line, bound) for name, tree in parsed(folder) for line, bound in bound_names(tree)
+    ]
 
 
 def bound_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Yield the line and the name of everything that a module defines or assigns."""
     for node in ast.walk(tree):
         match node:
             case (
@@ -47,8 +60,8 @@ def test_a_class_name_is_defined_once() -> None:
 def test_no_variable_or_parameter_is_called_one() -> None:
     bound = [
         f"{name}:{line}"
-        for name, tree in modules(*FOLDERS)
-        for line, bound in bound_names(tree)
+        for folder in FOLDERS
+        for name, line, bound in bindings(folder)
         if bound == "one"
     ]
     assert bound == []
@@ -59,8 +72,8 @@ def test_a_request_is_submitted_and_dispatched() -> None:
     workers are announced."""
     second = [
         f"{name}:{line} {bound}"
-        for name, tree in modules(PACKAGE, TESTS)
-        for line, bound in bound_names(tree)
+        for folder in (PACKAGE, TESTS)
+        for name, line, bound in bindings(folder)
         if "assign" in bound.lower()
         or ("announc" in bound.lower() and not name.startswith(OF_WORKERS))
     ]
@@ -72,8 +85,8 @@ def test_names_say_what_was_reported_or_received() -> None:
     unclear = re.compile(r"(^|_)(un)?(told|heard)(_|$)", re.IGNORECASE)
     found = [
         f"{name}:{line} {bound}"
-        for name, tree in modules(*FOLDERS)
-        for line, bound in bound_names(tree)
+        for folder in FOLDERS
+        for name, line, bound in bindings(folder)
         if unclear.search(bound)
     ]
     assert found == []

@@ -39,7 +39,7 @@ Site = Callable[[argparse.Namespace, Callable[[Progress], None]], AbstractAsyncC
 
 @dataclass(frozen=True)
 class Kind:
-    """What is broken. ``seconds``, ``qps``, ``prefill`` and ``out`` are defaults of flags."""
+    """A kind of faults, and how to run one. ``seconds`` and the like are defaults of flags."""
 
     faults: Mapping[str, Any]
     site: Site

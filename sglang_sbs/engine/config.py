@@ -42,8 +42,8 @@ class HookConfig:
     routers: tuple[str, ...]
     """Endpoints of routers to connect to: ``tcp://HOST:PORT`` or ``ipc://PATH``."""
     bind: str | None
-    """Endpoint to bind instead: ``tcp://HOST:PORT`` of rank 0; rank d binds ``PORT + d``. None: do
-    not bind."""
+    """Endpoint to bind, for routers that connect: ``tcp://HOST:PORT`` of rank 0; rank d binds
+    ``PORT + d``. None: do not bind."""
     instance_id: str
     boot_id: str
     booted_s: int = 0

@@ -59,7 +59,7 @@ class Known:
 
     @property
     def uncached_tokens(self) -> int:
-        """What its prefill rank computes; the cache has what was reported to the scheduler."""
+        """Tokens that its prefill rank computes; the cache has those reported to the scheduler."""
         return self.tokens - (0 if self.dispatch is None else self.dispatch.cached_tokens)
 
 

@@ -1,4 +1,4 @@
-"""What the scheduler learns of the network from batches that arrive split, late, or not at all."""
+"""The scheduler learns the network from batches that arrive split, late, or not at all."""
 
 from __future__ import annotations
 

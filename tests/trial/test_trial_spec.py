@@ -1,4 +1,4 @@
-"""What a trial accepts, by flag and by JSON."""
+"""Settings of a trial are read from the flag and from JSON, or refused."""
 
 from __future__ import annotations
 

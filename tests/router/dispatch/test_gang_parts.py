@@ -1,4 +1,4 @@
-"""What requests carry about the batch they leave with, or follow."""
+"""Requests name the batch they leave with, or follow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the scheduler receives about prompts, and what engines get."""
+"""The scheduler receives the prompts' lengths and blocks; engines get their token ids."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the router finds out about prompts, what the scheduler receives, and what engines get."""
+"""Lengths, blocks and token ids of prompts: read by the router, sent to scheduler and engines."""
 
 from __future__ import annotations
 

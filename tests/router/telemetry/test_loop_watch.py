@@ -1,4 +1,4 @@
-"""What is reported of an event loop that stood still: how long, where, and why."""
+"""A blocked event loop is reported with the length, the stack and the cause."""
 
 from __future__ import annotations
 
