@@ -44,7 +44,7 @@ class Request:
     tenant: str = ""
     hits: Hits = NO_HITS
     """L_hit: prompt tokens cached on each prefill rank, as of the last lookup."""
-    upcoming: Sequence[Upcoming] = ()
+    upcoming: tuple[Upcoming, ...] = ()
     """Ranks that compute part of the prompt for other requests, as of the last lookup."""
     hits_version: int = -1
     upcoming_version: int = -1

@@ -273,18 +273,18 @@ class PrefixIndex:
 
     def upcoming(
         self, blocks: Sequence[int], block_tokens: int, prompt_tokens: int
-    ) -> list[Upcoming]:
+    ) -> tuple[Upcoming, ...]:
         """Return the ranks that are still computing the start of a prompt for other requests."""
         if not self.coming.begins_like(blocks):
-            return []
+            return ()
         count = min(len(blocks), (prompt_tokens - 1) // block_tokens) if block_tokens else 0
         if count <= 0:
-            return []
-        return [
+            return ()
+        return tuple(
             Upcoming(sent.place.id, sent.rank, shared * block_tokens, sent.visible_s)
             for sent, shared in self.coming.sharing(blocks, count)
             if sent.place.is_up and self._places.get(sent.place.id) is sent.place
-        ]
+        )
 
     def watch(self, block: int, rid: str) -> None:
         """Let :meth:`take_appeared` return the request once a rank holds this (missing) block."""

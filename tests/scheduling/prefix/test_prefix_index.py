@@ -160,7 +160,7 @@ class TestUpcoming:
         prefix.sent("r", "p0", 1, [1, 2, 3], PAGE, visible_s=5.0)
         (match,) = prefix.upcoming([1, 2, 9, 10], PAGE, 1000)
         assert match == ("p0", 1, 2 * PAGE, 5.0)
-        assert prefix.upcoming([2], PAGE, 1000) == []
+        assert prefix.upcoming([2], PAGE, 1000) == ()
         assert prefix.upcoming([1, 2], PAGE, 2 * PAGE)[0].tokens == PAGE
 
     @pytest.mark.parametrize("how", ["visible", "prefilled", "dropped", "down", "gone"])
@@ -179,7 +179,7 @@ class TestUpcoming:
                 prefix.down("p0")
             case _:
                 prefix.gone("p0")
-        assert prefix.upcoming([1, 2], PAGE, 1000) == []
+        assert prefix.upcoming([1, 2], PAGE, 1000) == ()
         assert prefix.coming.changed([1, 2], before)
 
     def test_it_changes_only_with_those_that_begin_like_it(self) -> None:

@@ -49,8 +49,11 @@ class _Coming(NamedTuple):
     """Cached answer of :meth:`CacheAffinity.is_coming`: whether it pays to wait for the ranks that
     are computing a part of a prompt (``upcoming``)."""
 
-    upcoming: Sequence[Upcoming]
+    upcoming: tuple[Upcoming, ...]
     pays: bool
+
+
+_NOTHING_COMES = _Coming((), pays=False)
 
 
 class CacheAffinity:
@@ -130,10 +133,8 @@ class CacheAffinity:
     def is_coming(self, request: Request) -> bool:
         """Return whether a request should wait for a rank that is computing a part of its prefix
         for another request."""
-        if not request.upcoming:
-            return False
-        known = self._coming.get(request.rid)
-        if known is None or known.upcoming != request.upcoming:
+        known = self._coming.get(request.rid, _NOTHING_COMES)
+        if request.upcoming != known.upcoming:
             known = _Coming(request.upcoming, self._is_coming(request))
             self._coming[request.rid] = known
         return known.pays
