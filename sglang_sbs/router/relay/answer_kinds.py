@@ -4,7 +4,9 @@ has its counts and its abort status. An API with other formats is added here."""
 from __future__ import annotations
 
 import re
-from typing import Any, Protocol
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import orjson
 
@@ -16,71 +18,67 @@ from sglang_sbs.router.errors import (
     leg_aborted,
     leg_status_failure,
 )
-from sglang_sbs.router.limits import clamped_count
-from sglang_sbs.router.relay.engine_json import ABORT_MARK, abort_of, count_of, token_counts
+from sglang_sbs.router.limits import MAX_COUNT, clamped_count
 from sglang_sbs.router.relay.event_reader import Sign, StreamKind
 from sglang_sbs.router.requests.plan import RouteKind
 
+ABORT_MARK_BYTES = 32
+"""Longest match of the marks for which :meth:`AnswerKind.may_be_aborted` searches."""
 _DONE = b"[DONE]"
 _ERROR_START = b'{"error"'
+_OUTPUT_TOKENS = re.compile(rb'"(?:completion|output)_tokens":\s*(\d+)')
+_MOST_DIGITS = 18
 
 Counts = tuple[int | None, int | None]
 """Prompt tokens and cached tokens; ``None`` if the response does not include them."""
 
 
-class AnswerKind(StreamKind, Protocol):
+class AnswerKind(StreamKind):
     """Responses of one API, streamed or whole."""
 
-    @property
-    def error_style(self) -> ErrorStyle:
-        """Format of errors, before a stream and within it."""
-
-    @property
-    def end_event(self) -> bytes:
-        """Bytes with which the last event of a failed stream begins, e.g. ``data: [DONE]``."""
-
-    @property
-    def repeats_request(self) -> bool:
-        """Whether streams begin with a copy of much of the request."""
+    error_style: ErrorStyle
+    """Format of errors, before a stream and within it."""
+    end_event: bytes
+    """Bytes with which the last event of a failed stream begins, e.g. ``data: [DONE]``."""
+    repeats_request = False
+    """Whether streams begin with a copy of much of the request."""
+    error_mark = re.compile(rb'"error": ?\{')
 
     def status_failure(self, leg: Leg, worker: str, status: int, body: bytes) -> LegFailure:
         """Return the failure described by a response with a status other than 200."""
+        return leg_status_failure(leg, worker, status, body)
 
+    @abstractmethod
     def may_be_aborted(self, body: bytes | bytearray, start: int, leg: Leg) -> bool:
         """Return whether a whole response may be that of an aborted request: search its bytes from
         ``start`` on for a mark of at most ``ABORT_MARK_BYTES``. :meth:`abort_of` decides."""
 
+    @abstractmethod
     def abort_of(self, body: Any, leg: Leg) -> tuple[int, str] | None:
         """Return HTTP status and message if a parsed response shows an abort, else ``None``."""
 
+    @abstractmethod
     def token_counts(self, body: dict[str, Any], *, asks_cached: bool) -> Counts:
         """Return prompt and cached tokens of prefill's parsed response. ``asks_cached``: the
         request asked for ``cached_tokens_details``."""
 
+    @abstractmethod
     def output_tokens(self, data: bytes | bytearray) -> int | None:
         """Return the output tokens reported in a response or a stream's event; ``None``: none."""
 
 
-class _Plain:
-    repeats_request = False
-    telling_end = False
-    error_mark = re.compile(rb'"error": ?\{')
-
-    def status_failure(self, leg: Leg, worker: str, status: int, body: bytes) -> LegFailure:
-        return leg_status_failure(leg, worker, status, body)
-
-
 # SGLang fault: abort-as-success
-class TokenAnswers(_Plain):
+class TokenAnswers(AnswerKind):
     """Responses of ``/generate``, ``/v1/completions`` and ``/v1/chat/completions``. SGLang ends
     each stream with the same event, even after an error or an abort."""
 
-    error_style: ErrorStyle = "openai"
+    error_style = "openai"
     end_name = "[DONE]"
     end_event = b"data: " + _DONE
     signs = (end_event, b"data: " + _ERROR_START)
     needle = b'"abort"'
-    mark = ABORT_MARK
+    mark = re.compile(rb'"(?:type|finish_reason)": ?"abort"')
+    """Matches every response of an aborted request, and possibly others."""
 
     def sign(self, data: bytes, _name: bytes) -> Sign:
         if self.needle in data and self.mark.search(data) is not None:
@@ -100,23 +98,69 @@ class TokenAnswers(_Plain):
             code = event["error"].get("code")
             status = code if isinstance(code, int) and 400 <= code < 600 else 500
             return _reported(worker, status, event["error"])
-        abort = abort_of(event)
+        abort = self.abort_of(event, "decode")
         return leg_aborted("decode", worker, *abort) if abort is not None else None
 
     def may_be_aborted(self, body: bytes | bytearray, start: int, _leg: Leg) -> bool:
         return self.mark.search(body, start) is not None
 
     def abort_of(self, body: Any, _leg: Leg) -> tuple[int, str] | None:
-        return abort_of(body)
+        if not isinstance(body, dict):
+            return None
+        meta = body.get("meta_info")
+        reason = meta.get("finish_reason") if isinstance(meta, dict) else None
+        if isinstance(reason, dict) and reason.get("type") == "abort":
+            status = reason.get("status_code")
+            if not isinstance(status, int) or not 400 <= status < 600:
+                status = 500
+            return status, str(reason.get("message") or "")
+        choices = body.get("choices")
+        for choice in choices if isinstance(choices, list) else []:
+            if isinstance(choice, dict) and choice.get("finish_reason") == "abort":
+                return 500, ""
+        return None
 
     def token_counts(self, body: dict[str, Any], *, asks_cached: bool) -> Counts:
-        return token_counts(body, asks_cached)
+        """Return prompt and cached tokens, from ``meta_info`` or OpenAI's ``usage`` and SGLang's
+        ``sglext``. ``usage`` has cached tokens only with ``--enable-cache-report``."""
+        meta, usage = body.get("meta_info"), body.get("usage")
+        if isinstance(meta, dict):
+            prompt, cached = meta.get("prompt_tokens"), meta.get("cached_tokens")
+        elif isinstance(usage, dict):
+            prompt = usage.get("prompt_tokens")
+            details = usage.get("prompt_tokens_details")
+            cached = details.get("cached_tokens") if isinstance(details, dict) else None
+            if asks_cached:
+                extra = body.get("sglext")
+                tiers = extra.get("cached_tokens_details") if isinstance(extra, dict) else None
+                cached = sum(tokens for tokens in (tiers or {}).values() if isinstance(tokens, int))
+        else:
+            return None, None
+        return (
+            clamped_count(prompt) if isinstance(prompt, int) else None,
+            clamped_count(cached) if isinstance(cached, int) else None,
+        )
 
     def output_tokens(self, data: bytes | bytearray) -> int | None:
-        return count_of(b"completion_tokens", data)
+        return _last_count(b"completion_tokens", data)
 
 
-class MessageAnswers(_Plain):
+class _NamedEvents(AnswerKind):
+    """Responses of an API whose events have a name, which is also the ``type`` in their data."""
+
+    signs = (b'data: {"type"',)
+    _signs: ClassVar[Mapping[bytes, Sign]]
+    """Signs of events by name; all others are content."""
+    _type = re.compile(rb'\{"type": ?"([\w.]+)"')
+
+    def sign(self, data: bytes, name: bytes) -> Sign:
+        if not name:
+            found = self._type.match(data)
+            name = b"" if found is None else found[1]
+        return self._signs.get(name, Sign.CONTENT)
+
+
+class MessageAnswers(_NamedEvents):
     """Responses of Anthropic's ``/v1/messages`` as SGLang serves it
     (``entrypoints/anthropic/serving.py``).
 
@@ -124,10 +168,9 @@ class MessageAnswers(_Plain):
     therefore does not open the stream: the request can still be retried. Errors are also followed
     by ``message_stop``."""
 
-    error_style: ErrorStyle = "anthropic"
+    error_style = "anthropic"
     end_name = "message_stop"
     end_event = b"event: message_stop"
-    signs = (b'data: {"type"',)
     needle = b'"error"'
     mark = re.compile(rb'"type": ?"error"')
     _signs = {  # noqa: RUF012 - never changed
@@ -137,7 +180,6 @@ class MessageAnswers(_Plain):
         b"error": Sign.FAILURE,
     }
     _end_turn = re.compile(rb'"stop_reason": ?"end_turn"')
-    _type = re.compile(rb'\{"type": ?"(\w+)"')
     _statuses = {  # noqa: RUF012 - never changed
         "invalid_request_error": 400,
         "authentication_error": 401,
@@ -149,12 +191,6 @@ class MessageAnswers(_Plain):
         "overloaded_error": 503,
     }
     """HTTP status by Anthropic error type (inverse of SGLang's ``ERROR_TYPE_MAP``); others: 500."""
-
-    def sign(self, data: bytes, name: bytes) -> Sign:
-        if not name:
-            found = self._type.match(data)
-            name = b"" if found is None else found[1]
-        return self._signs.get(name, Sign.CONTENT)
 
     def failure(self, worker: str, data: bytes) -> LegFailure | None:
         try:
@@ -189,10 +225,10 @@ class MessageAnswers(_Plain):
         return clamped_count(usage["input_tokens"] + cached), clamped_count(cached)
 
     def output_tokens(self, data: bytes | bytearray) -> int | None:
-        return count_of(b"output_tokens", data)
+        return _last_count(b"output_tokens", data)
 
 
-class ResponseAnswers:
+class ResponseAnswers(_NamedEvents):
     """Responses of OpenAI's ``/v1/responses`` as SGLang serves it
     (``openai/serving_responses.py``).
 
@@ -200,12 +236,11 @@ class ResponseAnswers:
     last event contains the whole response. An abort is a ``response.failed`` event, or a whole
     response with HTTP status 200 and the status ``failed``."""
 
-    error_style: ErrorStyle = "responses"
+    error_style = "responses"
     repeats_request = True
     telling_end = True
     end_name = "response.completed"
     end_event = b"event: response.failed"
-    signs = (b'data: {"type"',)
     needle = b'"output_tokens"'
     mark = re.compile(rb'"output_tokens": ?(\d{1,18})')
     """Finds the number of output tokens. The first match is the engine's: tools and metadata
@@ -219,18 +254,11 @@ class ResponseAnswers:
         b"response.failed": Sign.FAILURE,
         b"error": Sign.FAILURE,
     }
-    _type = re.compile(rb'\{"type": ?"([\w.]+)"')
     _failed = re.compile(rb'"status": ?"failed", ?"usage":')
     _without_usage = re.compile(rb'"status": ?"failed", ?"usage": ?null')
     _text = re.compile(rb'(?:[^"\\]|\\.)*')
     _status = re.compile(rb'"status": ?"(\w+)", ?"usage":')
     _http_status = re.compile(r"(408|429|5\d\d): ")
-
-    def sign(self, data: bytes, name: bytes) -> Sign:
-        if not name:
-            found = self._type.match(data)
-            name = b"" if found is None else found[1]
-        return self._signs.get(name, Sign.CONTENT)
 
     def failure(self, worker: str, data: bytes) -> LegFailure | None:
         """Return the failure that a ``Sign.FAILURE`` event reports. SGLang calls each of them
@@ -315,3 +343,13 @@ def _reported(worker: str, status: int, error: dict[str, Any]) -> LegFailure:
     failure = leg_status_failure("decode", worker, status, b"")
     failure.message = str(error.get("message") or failure.message)[:MAX_MESSAGE_CHARS]
     return failure
+
+
+def _last_count(name: bytes, data: bytes | bytearray) -> int | None:
+    """Return the last value of ``name`` (``completion_tokens`` or Anthropic's ``output_tokens``) in
+    a response or at the end of a stream; ``None`` if it has none."""
+    found = _OUTPUT_TOKENS.match(data, max(0, data.rfind(b'"%b"' % name)))
+    if found is None:
+        return None
+    digits = found[1]
+    return MAX_COUNT if len(digits) > _MOST_DIGITS else clamped_count(int(digits))

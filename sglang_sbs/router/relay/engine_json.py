@@ -4,14 +4,12 @@ their size and blocks the event loop."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Generator
 from typing import Any
 
 import msgspec
 import orjson
 
-from sglang_sbs.router.limits import MAX_COUNT, clamped_count
 from sglang_sbs.router.requests import raw_json
 from sglang_sbs.router.requests.raw_json import JsonError, Raw
 
@@ -19,12 +17,6 @@ SHORT_BYTES = 64 << 10
 """Shorter JSON is parsed whole."""
 _OPENED = ("meta_info", "usage", "logprobs")
 """Members of a response, or of its only choice, that are parsed even if they are long."""
-
-ABORT_MARK = re.compile(rb'"(?:type|finish_reason)": ?"abort"')
-"""Occurs in every response of an aborted request, and possibly in others."""
-ABORT_MARK_BYTES = 32
-_OUTPUT_TOKENS = re.compile(rb'"(?:completion|output)_tokens":\s*(\d+)')
-_MOST_DIGITS = 18
 
 _only_one = msgspec.json.Decoder(tuple[Raw])
 
@@ -131,53 +123,3 @@ def one_after_the_other(first: Any, second: Any, leave_out: int = 0) -> Any:
     inner = [text[1:-1] for text in texts if text.nbytes > len(b"[]")]
     pieces = [piece for text in inner for piece in (b",", text)]
     return _Spliced([b"[", *pieces[1:], b"]"])
-
-
-def abort_of(body: Any) -> tuple[int, str] | None:
-    """Return HTTP status and message if a parsed response shows an abort, otherwise ``None``."""
-    if not isinstance(body, dict):
-        return None
-    meta = body.get("meta_info")
-    reason = meta.get("finish_reason") if isinstance(meta, dict) else None
-    if isinstance(reason, dict) and reason.get("type") == "abort":
-        status = reason.get("status_code")
-        if not isinstance(status, int) or not 400 <= status < 600:
-            status = 500
-        return status, str(reason.get("message") or "")
-    choices = body.get("choices")
-    for choice in choices if isinstance(choices, list) else []:
-        if isinstance(choice, dict) and choice.get("finish_reason") == "abort":
-            return 500, ""
-    return None
-
-
-def count_of(name: bytes, data: bytes | bytearray) -> int | None:
-    """Return the last value of ``name`` (``completion_tokens`` or Anthropic's ``output_tokens``) in
-    a response or at the end of a stream; ``None`` if it has none."""
-    found = _OUTPUT_TOKENS.match(data, max(0, data.rfind(b'"%b"' % name)))
-    if found is None:
-        return None
-    digits = found[1]
-    return MAX_COUNT if len(digits) > _MOST_DIGITS else clamped_count(int(digits))
-
-
-def token_counts(body: dict[str, Any], asks_cached: bool) -> tuple[int | None, int | None]:
-    """Return prompt and cached tokens (``None``: unknown), from ``meta_info`` or OpenAI's ``usage``
-    and SGLang's ``sglext``. ``usage`` has cached tokens only with ``--enable-cache-report``."""
-    meta, usage = body.get("meta_info"), body.get("usage")
-    if isinstance(meta, dict):
-        prompt, cached = meta.get("prompt_tokens"), meta.get("cached_tokens")
-    elif isinstance(usage, dict):
-        prompt = usage.get("prompt_tokens")
-        details = usage.get("prompt_tokens_details")
-        cached = details.get("cached_tokens") if isinstance(details, dict) else None
-        if asks_cached:
-            extra = body.get("sglext")
-            tiers = (extra if isinstance(extra, dict) else {}).get("cached_tokens_details") or {}
-            cached = sum(tokens for tokens in tiers.values() if isinstance(tokens, int))
-    else:
-        return None, None
-    return (
-        clamped_count(prompt) if isinstance(prompt, int) else None,
-        clamped_count(cached) if isinstance(cached, int) else None,
-    )

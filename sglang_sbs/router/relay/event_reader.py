@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import enum
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
 
 from sglang_sbs.router.errors import EventTooLarge, LegFailure
 
@@ -41,41 +41,31 @@ class Sign(enum.Enum):
     FAILURE = "failure"
 
 
-class StreamKind(Protocol):
+class StreamKind(ABC):
     """Describes which events begin, end and break streams of one API."""
 
-    @property
-    def end_name(self) -> str:
-        """Name of the last event of a complete stream, for error messages."""
+    end_name: str
+    """Name of the last event of a complete stream, for error messages."""
+    needle: bytes
+    """Bytes contained in every match of :attr:`mark`, searched first because that is fast."""
+    mark: re.Pattern[bytes]
+    """Pattern that :meth:`sign` needs from the middle of a long event; matches at most 64 bytes."""
+    error_mark: re.Pattern[bytes]
+    """Pattern of the beginning of the error in a long ``FAILURE`` event; matches at most 64 bytes.
+    If the client's text in the event matches as well, the engine's error is not read."""
+    telling_end = False
+    """Whether a stream's last event also has its token counts, or is the failure at its end."""
+    signs: tuple[bytes, ...]
+    """A one-line event without a name is content unless it begins with one of these (``data: ``
+    included) or contains :attr:`needle`."""
 
-    @property
-    def needle(self) -> bytes:
-        """Bytes contained in every match of :attr:`mark`, searched first because that is fast."""
-
-    @property
-    def mark(self) -> re.Pattern[bytes]:
-        """Pattern that :meth:`sign` needs from the middle of a long event; matches at most 64
-        bytes."""
-
-    @property
-    def error_mark(self) -> re.Pattern[bytes]:
-        """Pattern of the beginning of the error in a long ``FAILURE`` event; matches at most 64
-        bytes. If the client's text in the event matches as well, the engine's error is not read."""
-
-    @property
-    def telling_end(self) -> bool:
-        """Whether a stream's last event also has its token counts, or is the failure at its end."""
-
-    @property
-    def signs(self) -> tuple[bytes, ...]:
-        """A one-line event without a name is content unless it begins with one of these (``data: ``
-        included) or contains :attr:`needle`."""
-
+    @abstractmethod
     def sign(self, data: bytes, name: bytes) -> Sign:
         """Judge an event by its ``data`` and ``event`` fields. Long data is passed as an excerpt:
         the beginning, the first match of :attr:`mark` and the end, separated by zero bytes. A
         preamble is recognized without the mark."""
 
+    @abstractmethod
     def failure(self, worker: str, data: bytes) -> LegFailure | None:
         """Return the failure reported by a ``Sign.FAILURE`` event; ``None`` if it is content after
         all. In the excerpt of an unopened stream, the middle begins with the only match of

@@ -17,6 +17,7 @@ from sglang_sbs.router import errors
 from sglang_sbs.router.engines.connection import FailureKind, UpstreamError
 from sglang_sbs.router.engines.response_framing import MalformedResponse
 from sglang_sbs.router.relay import engine_json
+from sglang_sbs.router.relay.answer_kinds import ABORT_MARK_BYTES
 from sglang_sbs.router.relay.engine_json import SHORT_BYTES, Parts
 from sglang_sbs.router.requests.raw_json import JsonError
 
@@ -189,7 +190,7 @@ class DecodeLeg(_Leg):
             self.pair.decode_data(data)
             return
         self.pair.decode_spoke = True
-        new = max(0, len(self.body) - engine_json.ABORT_MARK_BYTES)
+        new = max(0, len(self.body) - ABORT_MARK_BYTES)
         super().body_received(data)
         # Search as it arrives; searching a large response at its end would take too long.
         may_be = self.pair.answers.may_be_aborted

@@ -18,7 +18,7 @@ from sglang_sbs.router.prompts.chat_tokenizer import ChatTokenizer
 from sglang_sbs.router.prompts.known_text import MOST_WHOLE_CHARS
 from sglang_sbs.router.prompts.length_estimate import PromptLengths
 from sglang_sbs.router.prompts.reader import PromptReader
-from sglang_sbs.router.relay.engine_json import token_counts
+from sglang_sbs.router.relay.answer_kinds import TOKEN_ANSWERS
 from sglang_sbs.router.requests.body_fields import Namespace
 from sglang_sbs.router.requests.plan import plan_request
 from sglang_sbs.router.requests.raw_json import json_of_ids, token_ids_of
@@ -161,9 +161,9 @@ def test_cached_tokens_of_all_tiers_count() -> None:
     usage = {"prompt_tokens": 100, "prompt_tokens_details": None}
     details = {"device": 48, "host": 16, "storage_backend": "file"}
     body = {"usage": usage, "sglext": {"cached_tokens_details": details}}
-    assert token_counts(body, asks_cached=True) == (100, 64)
-    assert token_counts({"usage": usage}, asks_cached=True) == (100, 0)
-    assert token_counts({"usage": usage}, asks_cached=False) == (100, None)
+    assert TOKEN_ANSWERS.token_counts(body, asks_cached=True) == (100, 64)
+    assert TOKEN_ANSWERS.token_counts({"usage": usage}, asks_cached=True) == (100, 0)
+    assert TOKEN_ANSWERS.token_counts({"usage": usage}, asks_cached=False) == (100, None)
 
 
 async def test_an_engine_with_another_template_gets_chats_as_they_are_and_it_is_said(

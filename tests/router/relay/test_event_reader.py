@@ -249,7 +249,7 @@ def test_what_almost_matches_costs_one_search_per_piece(api: Any, opened: bool) 
     """Clients can fill tools with it, and engines repeat those."""
     kind = copy.copy(ANSWER_KINDS[api])
     mark = CountedMark(kind.mark)
-    kind.mark = mark  # type: ignore[misc, assignment]
+    kind.mark = mark  # type: ignore[assignment]
     reader = EventReader(kind, "decode:1", most_held=None if api == "chat" else 16 << 20)
     name = "response.created" if api == "responses" else "message_start"
     event = b'event: %b\ndata: {"l":[%b1]}\n\n' % (name.encode(), (kind.needle + b",") * 50_000)
