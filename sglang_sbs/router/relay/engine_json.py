@@ -111,7 +111,10 @@ def is_list(value: Any) -> bool:
 
 def one_after_the_other(first: Any, second: Any, leave_out: int = 0) -> Any:
     """Concatenate two lists (parsed, or ``Raw`` JSON) without the last ``leave_out`` entries of the
-    first. Raises: JsonError, ``first`` is not valid JSON."""
+    first. Any other ``second`` counts as an empty list. Raises: JsonError, ``first`` is not valid
+    JSON."""
+    if not is_list(second):
+        second = []
     if isinstance(first, list) and isinstance(second, list):
         return first[: len(first) - leave_out] + second
     texts = [

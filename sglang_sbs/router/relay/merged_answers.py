@@ -3,13 +3,12 @@ Indices, sums and order are those of SGLang (prompt by prompt, sample by sample)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import orjson
 
 from sglang_sbs.router.relay import engine_json
-from sglang_sbs.router.relay.event_reader import Payload
 from sglang_sbs.router.requests import raw_json
 from sglang_sbs.router.requests.plan import RequestPlan
 from sglang_sbs.router.requests.raw_json import JsonError, Raw
@@ -35,11 +34,9 @@ def merge_input_logprobs(output: dict[str, Any], prefill: dict[str, Any]) -> Non
     if not isinstance(ours, dict) or not isinstance(theirs, dict):
         return
     for key in _INPUT_LOGPROBS:
-        if engine_json.is_list(theirs.get(key)):
-            own = ours.get(key)
-            ours[key] = engine_json.one_after_the_other(
-                theirs[key], own if engine_json.is_list(own) else []
-            )
+        values = theirs.get(key)
+        if engine_json.is_list(values):
+            ours[key] = engine_json.one_after_the_other(values, ours.get(key))
 
 
 def merge_echoed_logprobs(output: dict[str, Any], prefill: dict[str, Any]) -> None:
@@ -52,16 +49,12 @@ def merge_echoed_logprobs(output: dict[str, Any], prefill: dict[str, Any]) -> No
         return
     usage = prefill.get("usage")
     sampled = usage.get("completion_tokens") if isinstance(usage, dict) else None
-    own = ours if isinstance(ours, dict) else {}
-    merged = dict(own)
+    leave_out = sampled if isinstance(sampled, int) else 1
+    merged = dict(ours) if isinstance(ours, dict) else {}
     for key in _ECHOED:
         values = theirs.get(key)
         if engine_json.is_list(values) and values:
-            leave_out = sampled if isinstance(sampled, int) else 1
-            more = own.get(key)
-            merged[key] = engine_json.one_after_the_other(
-                values, more if engine_json.is_list(more) else [], leave_out
-            )
+            merged[key] = engine_json.one_after_the_other(values, merged.get(key), leave_out)
     choice["logprobs"] = merged
 
 
@@ -136,7 +129,7 @@ def merge_answers(
             raise NoAnswer(unit, str(error)) from error
     if plan.kind == "generate":
         whole: list[bytes | bytearray] = [piece for each in answers for piece in (b",", each)][1:]
-        pieces: list[Any] = [b"[", *whole, b"]"] if plan.as_list else [answers[0]]
+        pieces: list[Any] = [b"[", *whole, b"]"]
     else:
         put: dict[str, list[Any]] = {"choices": [b"[", *choices[1:], b"]"]}
         if usage.value is not None:
@@ -170,13 +163,13 @@ class StreamMerger:
         self._usage = UsageSum(plan.samples)
         self._usage_event: dict[str, Any] | None = None
 
-    def event(self, unit: int, value: Any) -> Sequence[bytes | memoryview]:
+    def event(self, unit: int, value: dict[str, Any]) -> Sequence[bytes | memoryview]:
         """Return the client's pieces for one event of one unit; empty if there is nothing to send
         yet."""
-        if not isinstance(value, dict) or "error" in value:
+        if self._plan.single or "error" in value:
             return sse(value)
         if self._plan.kind == "generate":
-            return sse(value | {"index": unit}) if self._plan.as_list else sse(value)
+            return sse(value | {"index": unit})
         value["id"] = self._response_id
         choices = value.get("choices")
         if not choices and value.get("usage") is not None:
@@ -192,16 +185,3 @@ class StreamMerger:
         event = self._usage_event
         usage = [] if event is None else sse(event | {"usage": self._usage.value})
         return b"".join((*usage, b"data: [DONE]\n\n"))
-
-
-def event_sink(
-    transform: Callable[[dict[str, Any]], Sequence[bytes | memoryview]],
-    push: Callable[[bytes | memoryview], None],
-) -> Callable[[Payload], None]:
-    """Make a consumer of decode's event data that pushes the pieces returned by ``transform``."""
-
-    def sink(data: Payload) -> None:
-        for piece in transform(engine_json.opened(data)):
-            push(piece)
-
-    return sink

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,7 +24,12 @@ from sglang_sbs.router.relay import merged_answers
 from sglang_sbs.router.relay.admission import Admission
 from sglang_sbs.router.relay.answer_kinds import ANSWER_KINDS
 from sglang_sbs.router.relay.attempts import Attempts
-from sglang_sbs.router.relay.engine_json import SHORT_BYTES, dumped_pieces, opened_in_parts
+from sglang_sbs.router.relay.engine_json import (
+    SHORT_BYTES,
+    dumped_pieces,
+    opened,
+    opened_in_parts,
+)
 from sglang_sbs.router.relay.event_reader import Payload
 from sglang_sbs.router.relay.in_flight import Exchange, InFlight
 from sglang_sbs.router.relay.leg_answers import Body
@@ -248,15 +253,14 @@ class Relay:
         def make_sink(pair: Pair) -> Callable[[Payload], None]:
             begun = False
 
-            def transform(event: dict[str, Any]) -> Sequence[bytes | memoryview]:
+            def sink(data: Payload) -> None:
                 nonlocal begun
-                edited = self._edited(plan, pair, event, first=not begun)
+                edited = self._edited(plan, pair, opened(data), first=not begun)
                 begun = True
-                if plan.single:
-                    return merged_answers.sse(edited)
-                return merger.event(pair.unit, edited)
+                for piece in merger.event(pair.unit, edited):
+                    downstream.push(piece)
 
-            return merged_answers.event_sink(transform, downstream.push)
+            return sink
 
         exchange.make_sink, exchange.edits_events = make_sink, True
         await self._run_all(exchange, partial(self.attempts.run, exchange))

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from sglang_sbs.router.errors import EventTooLarge
 from sglang_sbs.router.relay import event_reader
 from sglang_sbs.router.relay.answer_kinds import ANSWER_KINDS
+from sglang_sbs.router.relay.engine_json import opened
 from sglang_sbs.router.relay.event_reader import EventReader, Payload, StreamKind
-from sglang_sbs.router.relay.merged_answers import event_sink, sse
+from sglang_sbs.router.relay.merged_answers import sse
 
 TOKEN_STREAM = ANSWER_KINDS["chat"]
 DONE = b"data: [DONE]\n\n"
@@ -362,7 +363,6 @@ def test_long_events_say_what_short_ones_would(bodies: list[bytes], piece: int) 
 def test_a_long_event_is_not_copied() -> None:
     """A copy of sixteen megabytes would hold up others for some milliseconds."""
     pushed: list[bytes | memoryview] = []
-    sink = event_sink(sse, pushed.append)
     reader = EventReader(TOKEN_STREAM, "decode:1", whole=True)
     text = b"x" * (8 << 20)
     tracemalloc.start()
@@ -371,7 +371,7 @@ def test_a_long_event_is_not_copied() -> None:
         before = tracemalloc.get_traced_memory()[0]
         tracemalloc.reset_peak()
         for data in reader.feed(b"\n"):
-            sink(data)
+            pushed += sse(opened(data))
         taken = tracemalloc.get_traced_memory()[1] - before
     finally:
         tracemalloc.stop()
