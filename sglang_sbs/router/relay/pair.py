@@ -19,10 +19,10 @@ from sglang_sbs.router.errors import (
     answer_too_large,
     transport_failure,
 )
-from sglang_sbs.router.relay.answer_kinds import ANSWER_KINDS, AnswerKind
+from sglang_sbs.router.relay.answer_kinds import ANSWER_KINDS
 from sglang_sbs.router.relay.event_reader import LONG_BYTES, EventReader, Payload
 from sglang_sbs.router.relay.leg_answers import Body, DecodeLeg, PrefillLeg, PrefillReply
-from sglang_sbs.router.requests.plan import PATHS, Pieces, RequestPlan, RouteKind, leg_headers
+from sglang_sbs.router.requests.plan import PATHS, Pieces, RouteKind, leg_headers
 from sglang_sbs.router.workers.worker import AttemptWorkers
 
 if TYPE_CHECKING:
@@ -64,12 +64,13 @@ class Pair:
         """Prepare both legs. ``asks_cached``: prefill was asked for ``cached_tokens_details``,
         which it omits if there are none."""
         exchange = attempt.run.exchange
+        plan = exchange.plan
         self.rid = attempt.rid
         self.unit = attempt.run.unit
         self.placement = placement
         self.prefill, self.decode = placement.prefill.url, placement.decode.url
-        self.stream = exchange.plan.stream
-        self.needs_prefill_reply = exchange.plan.merge_logprobs
+        self.stream = plan.stream
+        self.needs_prefill_reply = plan.merge_logprobs
         """Decode's stream waits for prefill's response, whose logprobs go into it."""
         self.asks_cached = asks_cached
         self.status = 0
@@ -90,17 +91,17 @@ class Pair:
         self._pool = in_flight.pool
         self._sink = exchange.make_sink(self) if exchange.make_sink is not None else None
         self._edits_events = whole = exchange.edits_events
-        self.answers = ANSWER_KINDS[exchange.plan.kind]
-        self._reader = (
-            _reader(exchange.plan, self.answers, self.decode, whole=whole)
-            if self.stream
-            else _NOT_STREAMED
-        )
+        self.answers = answers = ANSWER_KINDS[plan.kind]
+        self._reader = _NOT_STREAMED
+        if self.stream:
+            repeated = _MOST_REPEATED * len(plan.common) if answers.repeats_request else 0
+            most = LONG_BYTES + repeated
+            self._reader = EventReader(answers, self.decode, whole=whole, most_held=most)
         self._fails_silently = in_flight.refuses_retraction(placement)
         self._waits_for_prefill = self.needs_prefill_reply
         self._held = b""
         """Part of decode's stream that arrived before prefill's response."""
-        self._most_waiting = LONG_BYTES + _MOST_WAITING * len(exchange.plan.common)
+        self._most_waiting = LONG_BYTES + _MOST_WAITING * len(plan.common)
         self._paused = False
         self._done = False
         self._failure: LegFailure | None = None
@@ -440,11 +441,6 @@ class Pair:
     def _give_up_prefill(self) -> None:
         if not self._prefill_over:
             self.abort()
-
-
-def _reader(plan: RequestPlan, answers: AnswerKind, decode: str, *, whole: bool) -> EventReader:
-    repeated = _MOST_REPEATED * len(plan.common) if answers.repeats_request else 0
-    return EventReader(answers, decode, whole=whole, most_held=LONG_BYTES + repeated)
 
 
 _NOT_STREAMED = EventReader(ANSWER_KINDS["generate"], "")
