@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 SLICE_BYTES = 4096
@@ -47,13 +46,12 @@ class DenseInput:
 
     def __init__(self, transport: Any, protocol: Any, slices: Slices) -> None:
         self._transport, self._protocol, self._slices = transport, protocol, slices
-        self._feed: Callable[[bytes], None] = protocol.data_received
         self._held = bytearray()
 
     def received(self, data: bytes) -> None:
         dense = len(data) > SLICE_BYTES and data.count(b"\n") > MOST_LINES
         if not dense and not self._held:
-            self._feed(data)
+            self._protocol.data_received(data)
             return
         begins = not self._held
         self._held += data
@@ -68,7 +66,7 @@ class DenseInput:
         if self._transport is None or self._transport.is_closing():
             self._held.clear()
         else:
-            self._feed(piece)
+            self._protocol.data_received(piece)
         if not self._held and self._transport is not None:
             # aiohttp also pauses while the request is not read, and then resumes by itself.
             paused = self._protocol._reading_paused
@@ -81,8 +79,3 @@ class DenseInput:
         """Drop everything kept for a closed connection."""
         self._held.clear()
         self._transport = self._protocol = None
-        self._feed = _nothing
-
-
-def _nothing(_data: bytes) -> None:
-    pass
