@@ -39,16 +39,6 @@ _MOST_BACKLOG_BYTES = 16 << 20
 _MOST_BYTES_PER_TOKEN = 64
 """Bytes per token that only text of mostly white space exceeds. A prompt that is too long even with
 this ratio is refused before it is tokenized."""
-
-_COUNTS_OF: dict[RouteKind, tuple[str, ...]] = {
-    "generate": ("given", "tokenized"),
-    "completions": ("given", "tokenized"),
-    "chat": ("tokenized",),
-    "messages": ("tokenized",),
-    "responses": ("tokenized",),
-}
-"""Sources of a length (``PromptLength.counted``) that certainly equals the engines' own count, by
-kind of request."""
 _NO_BLOCKS = array("q")
 """Empty list of block names, shared by prompts without any: a request may have a thousand."""
 
@@ -117,12 +107,12 @@ class PromptReader:
                 read = self._read_converted(plan, prompt, known)
             else:
                 read = self._read(plan.model, prompt, known)
+            length = read.length
             # SGLang before 0.5.23 ignores the ids of a chat.
-            counted = prompt.value is not None and not known.longest.cuts
-            if counted and read.length.counted in _COUNTS_OF[plan.kind]:
-                context = known.longest.context_tokens
+            certain = length.exact and (plan.kind != "chat" or length.counted == "tokenized")
+            if certain and prompt.value is not None and not known.longest.cuts:
                 asked, start = prompt.asked_tokens, prompt.logprobs_from
-                check_counted(read.length.tokens, asked, start, context)
+                check_counted(length.tokens, asked, start, known.longest.context_tokens)
             prompts.append(_bounded(read, known.longest))
         return prompts
 
