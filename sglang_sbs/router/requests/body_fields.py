@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from sglang_sbs.router.errors import RouterError
-from sglang_sbs.router.limits import MAX_SESSION_CHARS, clamped_count
+from sglang_sbs.router.limits import clamped_count
 from sglang_sbs.router.requests import raw_json
 from sglang_sbs.router.requests.raw_json import Raw
 
@@ -143,7 +143,7 @@ def namespace_of(fields: Fields) -> Namespace | None:
     given = [name for name in NAMESPACE_FIELDS if is_true(fields.get(name))]
     if not given:
         return PLAIN
-    parts = {name: whole_text_of(fields, name) for name in given}
+    parts = {name: text_of(fields, name) for name in given}
     if not all(parts.values()):
         return None
     return Namespace(*map(parts.get, NAMESPACE_FIELDS))
@@ -159,10 +159,6 @@ def priority_of(fields: Fields) -> int:
 
 
 def text_of(fields: Fields, name: str) -> str:
-    return whole_text_of(fields, name)[:MAX_SESSION_CHARS]
-
-
-def whole_text_of(fields: Fields, name: str) -> str:
     """Return the text of a field; empty if it is missing, not a text, or over 64 KiB of JSON."""
     value = fields.get(name)
     if isinstance(value, Raw) and is_text(value) and len(memoryview(value)) <= _NAME_BYTES:

@@ -10,9 +10,10 @@ import msgspec
 import orjson
 
 from sglang_sbs.router.errors import ANTHROPIC_PATH
+from sglang_sbs.router.limits import MAX_SESSION_CHARS
 from sglang_sbs.router.options.config import RelayConfig
 from sglang_sbs.router.requests import body_fields
-from sglang_sbs.router.requests.body_fields import Body, is_true
+from sglang_sbs.router.requests.body_fields import Body, is_true, text_of
 from sglang_sbs.router.requests.engine_refusals import check_flags, check_responses
 from sglang_sbs.router.requests.raw_json import JsonError, joined, members_of
 from sglang_sbs.router.requests.sessions import session_in_body
@@ -190,7 +191,7 @@ def _plan(
         may_ask_cached=kind in _ASKS_CACHED and _ASK_CACHED not in body,
         stream_options=None if options is None or kind in CONVERTED else bytes(options),
         client_rids=body_fields.rids_of(rid, units),
-        model=body_fields.text_of(fields, "model") if kind != "generate" else "",
+        model="" if kind == "generate" else text_of(fields, "model")[:MAX_SESSION_CHARS],
         session=session_in_body(body, has_user=kind == "messages"),
         priority=body_fields.priority_of(fields),
     )

@@ -55,7 +55,7 @@ def session_in_body(body: Body, *, has_user: bool) -> str:
     """Return the session id in a body; empty if missing. ``has_user``: the body is for
     ``/v1/messages``, so ``metadata.user_id`` counts."""
     for name in _FIELDS:
-        if session := body_fields.whole_text_of(body.typed, name):
+        if session := body_fields.text_of(body.typed, name):
             return session
     return _session_of_user(body) if has_user else ""
 
@@ -66,7 +66,7 @@ def _session_of_user(body: Body) -> str:
     metadata = body.get("metadata")
     if metadata is None or len(memoryview(metadata)) > _MOST_METADATA_BYTES:
         return ""
-    user = body_fields.whole_text_of(Body(members_of_entry(metadata)).typed, "user_id")
+    user = body_fields.text_of(Body(members_of_entry(metadata)).typed, "user_id")
     if found := _CLAUDE_CODE.fullmatch(user):
         return found[1]
     try:
