@@ -4,7 +4,7 @@ their size and blocks the event loop."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -75,14 +75,15 @@ def _opened_object(raw: Raw) -> Parts:
     return value
 
 
-class _Spliced:
-    """JSON in pieces that have not been copied. It is not a dataclass, which orjson would serialize
-    itself."""
+class Spliced:
+    """A JSON list whose entries have not been copied; each is given in pieces. It is not a
+    dataclass, which orjson would serialize itself."""
 
     __slots__ = ("pieces",)
 
-    def __init__(self, pieces: list[bytes | memoryview]) -> None:
-        self.pieces = pieces
+    def __init__(self, entries: Iterable[Sequence[bytes | bytearray | memoryview | Raw]]) -> None:
+        pieces = [memoryview(piece) for entry in entries for piece in (b",", *entry)]
+        self.pieces: list[bytes | memoryview] = [b"[", *pieces[1:], b"]"]
 
 
 def dumped_pieces(value: Any) -> list[bytes | memoryview]:
@@ -90,7 +91,7 @@ def dumped_pieces(value: Any) -> list[bytes | memoryview]:
     long: list[list[bytes | memoryview]] = []
 
     def as_it_came(value: Any) -> orjson.Fragment:
-        if isinstance(value, Raw | _Spliced):
+        if isinstance(value, Raw | Spliced):
             long.append([memoryview(value)] if isinstance(value, Raw) else value.pieces)
             return orjson.Fragment(_HERE)
         raise TypeError(type(value).__name__)
@@ -123,6 +124,4 @@ def one_after_the_other(first: Any, second: Any, leave_out: int = 0) -> Any:
     if leave_out:
         entries = raw_json.decoded(raw_json.ENTRIES, texts[0])
         texts[0] = memoryview(raw_json.list_of(entries[: len(entries) - leave_out]))
-    inner = [text[1:-1] for text in texts if text.nbytes > len(b"[]")]
-    pieces = [piece for text in inner for piece in (b",", text)]
-    return _Spliced([b"[", *pieces[1:], b"]"])
+    return Spliced([text[1:-1]] for text in texts if text.nbytes > len(b"[]"))

@@ -6,9 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import orjson
-
 from sglang_sbs.router.relay import engine_json
+from sglang_sbs.router.relay.engine_json import Spliced
 from sglang_sbs.router.requests import raw_json
 from sglang_sbs.router.requests.plan import RequestPlan
 from sglang_sbs.router.requests.raw_json import JsonError, Raw
@@ -115,7 +114,7 @@ def merge_answers(
     copied, so it is returned in pieces. Raises: NoAnswer, a response is not a JSON object or its
     choices are invalid."""
     usage = UsageSum(plan.samples)
-    choices: list[bytes | Raw] = []
+    choices: list[list[bytes | Raw]] = []
     first: dict[str, Raw] = {}
     for unit, answer in enumerate(answers):
         try:
@@ -128,30 +127,24 @@ def merge_answers(
         except JsonError as error:
             raise NoAnswer(unit, str(error)) from error
     if plan.kind == "generate":
-        whole: list[bytes | bytearray] = [piece for each in answers for piece in (b",", each)][1:]
-        pieces: list[Any] = [b"[", *whole, b"]"]
-    else:
-        put: dict[str, list[Any]] = {"choices": [b"[", *choices[1:], b"]"]}
-        if usage.value is not None:
-            put["usage"] = [orjson.dumps(usage.value)]
-        pieces = []
-        for name in {**first, **put}:
-            pieces += (b",", orjson.dumps(name), b":", *(put.get(name) or [first[name]]))
-        pieces = [b"{", *pieces[1:], b"}"]
-    return [memoryview(piece) for piece in pieces]
+        return Spliced([answer] for answer in answers).pieces
+    merged: dict[str, Any] = {**first, "choices": Spliced(choices)}
+    if usage.value is not None:
+        merged["usage"] = usage.value
+    return engine_json.dumped_pieces(merged)
 
 
-def _choices_of(unit: int, choices: Raw | None) -> list[bytes | Raw]:
-    """Return a response's choices as pieces of JSON: a comma before each, and the unit as its
-    ``index``. Empty for ``None`` or null. Raises: JsonError, they are not a list of objects."""
+def _choices_of(unit: int, choices: Raw | None) -> list[list[bytes | Raw]]:
+    """Return each of a response's choices in pieces of JSON, with the unit as its ``index``. Empty
+    for ``None`` or null. Raises: JsonError, they are not a list of objects."""
     if choices is None or raw_json.is_null(choices):
         return []
     index = b"%d" % unit
-    pieces: list[bytes | Raw] = []
+    found: list[list[bytes | Raw]] = []
     for choice in raw_json.decoded(raw_json.OBJECTS, choices):
         members: dict[str, Raw | bytes] = {**choice} | {"index": index}
-        pieces += (b",", b"{", *raw_json.member_pieces(members.items()), b"}")
-    return pieces
+        found.append([b"{", *raw_json.member_pieces(members.items()), b"}"])
+    return found
 
 
 class StreamMerger:
