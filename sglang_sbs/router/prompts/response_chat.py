@@ -11,6 +11,7 @@ import base64
 import json
 import zlib
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import orjson
@@ -83,25 +84,18 @@ class _ReasoningState:
 
     def text(self, blob: Any) -> str:
         """Return the unpacked text of one ``encrypted_content``; empty if it is not SGLang's or
-        damaged. Raises: TooMuchState, the request has too much of it."""
+        damaged. Raises: ValueError, the request has too much of it."""
         if not isinstance(blob, str) or not blob.startswith(_STATE):
             return ""
-        unpacking = zlib.decompressobj()
-        try:
+        unpacking, unpacked, text = zlib.decompressobj(), b"", ""
+        with suppress(ValueError, zlib.error):
             packed = base64.urlsafe_b64decode(blob[len(_STATE) :])
-            text = unpacking.decompress(packed, self._left_bytes + 1)
-            self._left_bytes -= len(text)
-            if self._left_bytes < 0:
-                raise TooMuchState("encrypted_content is too long")
-            return text.decode() if unpacking.eof else ""
-        except TooMuchState:
-            raise
-        except (ValueError, zlib.error):
-            return ""
-
-
-class TooMuchState(ValueError):
-    pass
+            unpacked = unpacking.decompress(packed, self._left_bytes + 1)
+            text = unpacked.decode() if unpacking.eof else ""
+        self._left_bytes -= len(unpacked)
+        if self._left_bytes < 0:
+            raise ValueError("encrypted_content is too long")
+        return text
 
 
 def _message(item: Mapping[str, Any], state: _ReasoningState) -> Message | None:
