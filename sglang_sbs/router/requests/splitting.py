@@ -26,7 +26,6 @@ from sglang_sbs.router.requests.body_fields import (
 )
 from sglang_sbs.router.requests.engine_refusals import (
     LOGPROB_FIELDS,
-    asked_tokens,
     check_sampling,
     logprobs_from,
     response_tokens,
@@ -281,7 +280,8 @@ def _messages_of(body: Body) -> Raw:
 def split_messages(raw: bytes | bytearray, body: Body) -> _Split:
     """Split a ``/v1/messages`` body: always one prompt, in SGLang without cache namespace."""
     messages, fields = _messages_of(body), body.typed
-    check_sampling("chat", {name: fields[name] for name in _MESSAGE_SAMPLING if name in fields})
+    sampling = {name: fields[name] for name in _MESSAGE_SAMPLING if name in fields}
+    asked = check_sampling("chat", sampling)
     if len(raw) <= MOST_READ_BYTES:
         read = (value_of(raw), 0, 0)
     else:
@@ -289,7 +289,7 @@ def split_messages(raw: bytes | bytearray, body: Body) -> _Split:
         read = (None, 0, 1 + rest + text_bytes_of(messages))
     prompt = Prompt(*read, b"", b"", PLAIN, alone=True, takes_ids=False)
     prompt.max_new_tokens = output_limit(fields.get("max_tokens"))
-    prompt.asked_tokens = asked_tokens("chat", {"max_tokens": fields.get("max_tokens")})
+    prompt.asked_tokens = asked
     return [prompt], 1, False
 
 
