@@ -220,22 +220,15 @@ class Pair:
         if not self._decode_over:
             self._abort_leg(self.decode_call)
 
-    def _release(self) -> None:
-        parking = self._in_flight.parking
-        if self in parking:
-            parking.release(self)
-        else:
-            self.abort_decode()  # just before it is parked
-
     def parked_data(self, data: bytes) -> None:
         """Handle data of a parked request: its first output shows that its KV has arrived."""
         if not self.stream or self.status != 200 or self._reader.watch(data):
-            self._release()
+            self._in_flight.parking.release(self)
 
     def on_decode_ended(self) -> None:
         """Handle that the decode engine ended a parked request by itself."""
         self._decode_over = True
-        self._release()
+        self._in_flight.parking.release(self)
 
     def _abort_leg(self, call: Call) -> None:
         sent = call.sent
@@ -317,7 +310,7 @@ class Pair:
                 self.on_decode_ended()
         elif failure.unreachable:
             self._prefill_over = True
-            self._release()
+            self._in_flight.parking.release(self)
         else:
             # After an abort no status proves that nothing was sent.
             self._prefill_over = True
@@ -340,7 +333,7 @@ class Pair:
         if not self.closed:
             self.decode_call.let_go()
         if self.must_park:
-            self._release()
+            self._in_flight.parking.release(self)
         if self.closed:
             return
         self.prefill_reply = reply

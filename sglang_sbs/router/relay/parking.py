@@ -57,9 +57,6 @@ class Parking:
     def __len__(self) -> int:
         return len(self._parked)
 
-    def __contains__(self, pair: object) -> bool:
-        return pair in self._parked
-
     @property
     def full(self) -> bool:
         return len(self._parked) >= MOST_PARKED
@@ -100,11 +97,15 @@ class Parking:
         return max(self._transfer_timeout_s, sbs.transfer_timeout_s if sbs is not None else 0)
 
     def release(self, pair: Pair) -> None:
-        """Abort a decode request to which no more KV can be written, and stop counting it."""
-        timer, released = self._parked.pop(pair)
+        """Abort a decode request to which no more KV can be written, and stop counting it. It may
+        be about to be parked, and is not parked then."""
+        pair.abort_decode()
+        parked = self._parked.pop(pair, None)
+        if parked is None:
+            return
+        timer, released = parked
         timer.cancel()
         pair.placement.decode.parked -= 1
-        pair.abort_decode()
         if not self._parked:
             self._empty.set()
         released()

@@ -260,7 +260,7 @@ async def test_a_refusal_after_the_abort_proves_nothing(status: int) -> None:
         (pair,) = c.server.in_flight.parking._parked
         c.prefill[0].gate.open()
         await until(lambda: pair.prefill_over)
-        assert untouched(c.decode[0], decode) and pair in c.server.in_flight.parking
+        assert untouched(c.decode[0], decode) and pair in c.server.in_flight.parking._parked
 
 
 @pytest.mark.parametrize("status", [408, 499])
@@ -295,10 +295,10 @@ async def test_the_place_on_an_engine_that_is_gone_is_given_back() -> None:
         assert worker is not None and worker.parked == 1
         (pair,) = c.server.in_flight.parking._parked
         c.server.in_flight.fail_worker(worker)
-        assert pair in c.server.in_flight.parking  # silent, but its connection is there
+        assert pair in c.server.in_flight.parking._parked  # silent, but its connection is there
         await c.decode[0].stop()
         await until(lambda: pair.decode_call.over)
-        assert pair in c.server.in_flight.parking
+        assert pair in c.server.in_flight.parking._parked
         c.server.in_flight.fail_worker(worker)
         assert len(c.server.in_flight.parking) == worker.parked == worker.active == 0
 
