@@ -21,14 +21,13 @@ from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.lanes import LONG_BYTES
 from sglang_sbs.router.prompts.chat_tokenizer import ChatTokenizer
 from sglang_sbs.router.relay.relay import Relay
-from sglang_sbs.router.requests.body_fields import Body, bad_request
+from sglang_sbs.router.requests.body_fields import Body, bad_request, shown
 from sglang_sbs.router.requests.raw_json import (
     JsonError,
     Raw,
     entries_of,
     first_byte,
     members_of,
-    shown,
     token_ids_of,
     value_of,
 )

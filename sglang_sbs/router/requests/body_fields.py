@@ -17,6 +17,8 @@ from sglang_sbs.router.requests.raw_json import Raw
 _SCALAR_BYTES = 64
 _NAME_BYTES = 1 << 16
 _MOST_RID_CHARS = 1024
+_MOST_SHOWN_BYTES = 100
+"""Bytes of a bad value quoted in an error message."""
 MOST_FIELDS = 1 << 14
 """Limit on the members of a JSON object: a hostile body may have half a million."""
 BESIDES_PROMPT = frozenset(
@@ -99,7 +101,9 @@ def _begins(value: Value, first: bytes) -> bool:
 def shown(value: Value) -> str:
     """Return the beginning of a value as JSON, for an error message."""
     if isinstance(value, _JSON):
-        return raw_json.shown(value)
+        view = memoryview(value)
+        text = bytes(view[:_MOST_SHOWN_BYTES]).decode("utf-8", "replace")
+        return text + ("..." if len(view) > _MOST_SHOWN_BYTES else "")
     return str(value) if isinstance(value, float) else msgspec.json.encode(value).decode()
 
 

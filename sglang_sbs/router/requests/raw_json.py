@@ -31,8 +31,6 @@ _GROWTH = 4
 """Objects may take this many bytes per byte of JSON, plus ``_FREE_BYTES``."""
 _OBJECT_BYTES = {ord("{"): 200, ord("["): 72, ord('"'): 32, ord(","): 40}
 """Estimated memory of objects per character of JSON outside strings (two quotes: one string)."""
-MOST_SHOWN = 100
-"""Bytes of a bad value quoted in an error message."""
 
 MEMBERS = msgspec.json.Decoder(dict[str, Raw])
 """Splits a JSON object. For clients' input use :func:`members_of`, which limits memory."""
@@ -181,13 +179,6 @@ def list_of(values: Iterable[bytes | bytearray]) -> bytes:
 def member_pieces(members: Members) -> list[bytes | Raw]:
     pieces = [piece for name, raw in members for piece in (b",", orjson.dumps(name), b":", raw)]
     return pieces[1:]
-
-
-def shown(raw: Raw | bytes) -> str:
-    """Return the beginning of a value for an error message."""
-    view = memoryview(raw)
-    text = bytes(view[:MOST_SHOWN]).decode("utf-8", "replace")
-    return text + ("..." if len(view) > MOST_SHOWN else "")
 
 
 def count_outside_strings(
