@@ -10,6 +10,7 @@ from itertools import product
 from pathlib import Path
 
 from sglang_sbs.simulator.experiments import plan, sweep, tables, trials, verdict
+from sglang_sbs.simulator.experiments.idle_flags import refuse_idle_flags
 from sglang_sbs.simulator.options import cluster, common, scheduler
 from sglang_sbs.simulator.options.common import Flag, names, run_with_progress
 from sglang_sbs.simulator.parallel import Interrupted, Task
@@ -154,7 +155,7 @@ def _tasks(
         **common.fields_of(args, scheduler.CLASSES),
     }
     scenario = common.checked_scenario(args, parser, args.scenario, spec)
-    sweep.refuse_idle_flags(args, flags, policies, scenario, parser)
+    refuse_idle_flags(args, flags, policies, scenario, parser)
     slo_s = args.slo_ttft or scenario.slo_ttft_s
     config, classes = scheduler.scheduler_fields(args), scheduler.classes_of(args, parser)
     base = sweep.Job(args.scenario, "", 1.0, 0, args.duration, config=config, classes=classes)

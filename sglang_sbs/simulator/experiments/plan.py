@@ -11,6 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from sglang_sbs.simulator.experiments.idle_flags import refuse_idle_flags
 from sglang_sbs.simulator.experiments.sweep import (
     POLICY_CONFIGS,
     SEARCHED_LOADS,
@@ -18,7 +19,6 @@ from sglang_sbs.simulator.experiments.sweep import (
     Job,
     expected_s,
     max_load,
-    refuse_idle_flags,
 )
 from sglang_sbs.simulator.experiments.tables import ResultTable, crossed, groups, mean_of
 from sglang_sbs.simulator.experiments.verdict import subject_of

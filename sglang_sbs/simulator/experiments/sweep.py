@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,12 +10,11 @@ from typing import Any
 
 import msgspec
 
-from sglang_sbs.scheduling import Scheduler, SchedulerConfig, policy_names
+from sglang_sbs.scheduling import SchedulerConfig, policy_names
 from sglang_sbs.scheduling.policy_registry import reads_prefixes
 from sglang_sbs.simulator.cluster.arrangements import simulate_arranged
 from sglang_sbs.simulator.cluster.cost import cost_name, find_cost
 from sglang_sbs.simulator.cluster.outcome import Outcome, RequestRecord, mean, quantile
-from sglang_sbs.simulator.options.effects import Simulated, refuse_without_effect
 from sglang_sbs.simulator.parallel import Row
 from sglang_sbs.simulator.workloads.classes import Classes, class_summary
 from sglang_sbs.simulator.workloads.optimum import optimal_cached_tokens
@@ -290,19 +288,6 @@ def decode_summary(outcome: Outcome, scenario: Scenario) -> Row:
         "decode_batch_max_over_mean": batch,
         "decode_kv_max_over_mean": kv_tokens,
     }
-
-
-def refuse_idle_flags(
-    args: argparse.Namespace,
-    flags: set[str],
-    policies: Sequence[str],
-    scenario: Scenario,
-    parser: argparse.ArgumentParser,
-) -> None:
-    """End the program with code 2 if one of ``flags`` has no effect here."""
-    holding = [policy for policy in policies if Scheduler(scheduler_config(policy)).policy.holds]
-    simulated = Simulated(policies, holding, READS_CACHES, scenario.spec.block_tokens > 0)
-    refuse_without_effect(args, flags, simulated, parser)
 
 
 class EmptyWindowError(ValueError):

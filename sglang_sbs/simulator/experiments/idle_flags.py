@@ -4,14 +4,16 @@ Errors found by ``make_scenario`` and by the flags' own checks are not repeated 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Mapping, Set
-from typing import Any, NamedTuple
+from collections.abc import Collection, Mapping, Sequence, Set
+from typing import Any
 
+from sglang_sbs.scheduling import Scheduler
 from sglang_sbs.scheduling.policy_registry import reads_reports
 from sglang_sbs.simulator.cluster.spec import TopologyChange
+from sglang_sbs.simulator.experiments.sweep import READS_CACHES, scheduler_config
+from sglang_sbs.simulator.workloads.scenario import Scenario
 
-_Needs = Mapping[str, tuple[tuple[str, ...], str]]
-_NEEDS_ONE: _Needs = {
+_NEEDS_ONE: Mapping[str, tuple[tuple[str, ...], str]] = {
     "--intake-until": (("intake_ms",), "--intake-ms"),
     "--pool-balance": (("pools",), "--pools"),
     "--decode-seconds": (("decode_kv_tokens", "decode_running"), "--decode-kv-tokens or -running"),
@@ -30,20 +32,12 @@ nothing."""
 _OF_CACHES = ("--prefix-source", "--kv-tokens", "--host-kv-tokens", "--storage", "--decode-cache")
 
 
-class Simulated(NamedTuple):
-    """Properties of a simulation that decide whether flags have an effect."""
-
-    policies: Collection[str]
-    holding: Collection[str]
-    """The policies that hold requests, a subset of ``policies``."""
-    readers: Collection[str]
-    """Policies that get the cache contents of ranks."""
-    caches: bool
-    """The scenario has prefix caches."""
-
-
-def refuse_without_effect(
-    args: argparse.Namespace, flags: Set[str], what: Simulated, parser: argparse.ArgumentParser
+def refuse_idle_flags(
+    args: argparse.Namespace,
+    flags: Set[str],
+    policies: Sequence[str],
+    scenario: Scenario,
+    parser: argparse.ArgumentParser,
 ) -> None:
     """Refuse flags without effect. ``flags``: those given (:func:`.common.given`). Ends the program
     with code 2 at the first."""
@@ -51,19 +45,20 @@ def refuse_without_effect(
         if flag in flags and not any(getattr(args, field, None) for field in fields):
             parser.error(f"{flag}: without {wanted} it has no effect")
     for flag in sorted(flags & {*_OF_CACHES}):
-        if not what.caches and (flag != "--kv-tokens" or args.kv_tokens):
+        if not scenario.spec.block_tokens and (flag != "--kv-tokens" or args.kv_tokens):
             parser.error(f"{flag}: no effect, as there are no prefix caches (--block-tokens)")
-    timed = [*what.holding, *filter(reads_reports, what.policies)]
+    holding = [policy for policy in policies if Scheduler(scheduler_config(policy)).policy.holds]
+    timed = [*holding, *filter(reads_reports, policies)]
     of_policies: tuple[tuple[Collection[str], Collection[str], str], ...] = (
-        (_OF_HOLDING, what.holding, "a policy that holds requests, as sbs does"),
+        (_OF_HOLDING, holding, "a policy that holds requests, as sbs does"),
         (("--sbs-t-default-ms",), timed, "a policy that reads EndForward, as sbs and eta do"),
         (("--sbs-iqr-k",), ("sbs_paper",), "sbs_paper"),
-        (("--prefix-source",), what.readers, f"one of {', '.join(what.readers)}"),
+        (("--prefix-source",), READS_CACHES, f"one of {', '.join(READS_CACHES)}"),
     )
     for names, of_these, wanted in of_policies:
         for flag in sorted(flags & {*names}):
-            if not {*what.policies} & {*of_these}:
-                under = ", ".join(what.policies)
+            if not {*policies} & {*of_these}:
+                under = ", ".join(policies)
                 parser.error(f"{flag}: no effect under {under}: it is for {wanted}")
     _refuse_instances(args, flags, parser)
 
