@@ -11,7 +11,6 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from sglang_sbs.console.outputs import try_to_write
 from sglang_sbs.evaluate.fitting.recording import read_recording
 from sglang_sbs.evaluate.replayed import RAN, run
 from sglang_sbs.evaluate.verdict import Evaluation
@@ -20,6 +19,7 @@ from sglang_sbs.simulator.experiments.sweep import POLICY_CONFIGS
 from sglang_sbs.simulator.options.common import (
     Flag,
     add_all,
+    check_outputs,
     names,
     open_console,
     positive,
@@ -79,13 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = build_parser()
     args = parser.parse_args(words)
     policies = names(args.policies, POLICY_CONFIGS, "--policies", parser)
-    for name in ("json", "html"):
-        path: Path | None = getattr(args, name)
-        try:
-            if path is not None:
-                try_to_write(path)
-        except OSError as error:
-            parser.error(f"--{name} {path}: cannot be written: {error.strerror}")
+    check_outputs(args, parser)
     interrupted = False
     stderr = Console(stderr=True)
     try:

@@ -255,8 +255,8 @@ def add_prefill_runs(parser: argparse.ArgumentParser, policies: str) -> None:
 
 def check_outputs(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Check the output flags before the simulation; ends the program with code 2 if ``--json``,
-    ``--plot`` or ``--out`` cannot be written or drawn."""
-    for name in ("json", "plot", "out"):
+    ``--html``, ``--plot`` or ``--out`` cannot be written or drawn."""
+    for name in ("json", "html", "plot", "out"):
         path: Path | None = getattr(args, name, None)
         if path is None:
             continue
@@ -270,7 +270,7 @@ def check_outputs(args: argparse.Namespace, parser: argparse.ArgumentParser) -> 
                 try_to_write(path)
         except OSError as error:
             parser.error(f"--{name} {path}: cannot be written: {error.strerror}")
-        if name != "json" and (lacking := without_matplotlib()) is not None:
+        if name in ("plot", "out") and (lacking := without_matplotlib()) is not None:
             parser.error(f"--{name} {path}: a picture is wanted, but {lacking}")
 
 
