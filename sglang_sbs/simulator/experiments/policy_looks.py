@@ -4,6 +4,7 @@ color always means the same. Needs no plotting library."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import cycle
 from typing import NamedTuple
 
 
@@ -41,14 +42,10 @@ _SPARE = ("#ce6dbd", "#3182bd", "#e6550d", "#31a354", "#756bb1", "#bd9e39", "#52
 
 def colours_of(names: Iterable[str]) -> dict[str, str]:
     """Return a color per name; unknown names get unused colors in order."""
-    found: dict[str, str] = {}
-    unknown: list[str] = []
-    for name in dict.fromkeys(names):
-        if name not in LOOKS:
-            unknown.append(name)
-        look = LOOKS.get(name)
-        found[name] = look.colour if look else _SPARE[unknown.index(name) % len(_SPARE)]
-    return found
+    spare = cycle(_SPARE)
+    return {
+        name: LOOKS[name].colour if name in LOOKS else next(spare) for name in dict.fromkeys(names)
+    }
 
 
 def words_of(names: Iterable[str]) -> list[tuple[str, str]]:
