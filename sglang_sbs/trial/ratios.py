@@ -29,6 +29,11 @@ class Ratio(NamedTuple):
     low: float
     high: float
 
+    @property
+    def certain(self) -> bool:
+        """Whether the interval excludes 1."""
+        return self.high < 1 or self.low > 1
+
     def words(self) -> str:
         """Format as ``0.78x (0.74 to 0.83)``, without unknown bounds."""
         if math.isinf(self.high):

@@ -7,9 +7,8 @@ import math
 import msgspec
 
 from sglang_sbs.console.plain_words import counted
-from sglang_sbs.trial.ratios import Ratio
 from sglang_sbs.trial.slots import Arm
-from sglang_sbs.trial.trial import ALPHA, ARMS, Cause, Trial, TrialRatio
+from sglang_sbs.trial.trial import ALPHA, ARMS, Cause, Trial
 
 FEW_PASSES = 300
 """Passes per slot below which the report adds a warning. A baseline that degrades slowly looks
@@ -88,7 +87,7 @@ def report_of(trial: Trial, now_s: float, pass_s: float, began_at: float) -> Tri
         low=None if verdict is None else _rounded(verdict.low),
         high=None if verdict is None else _rounded(verdict.high),
         confidence=1 - ALPHA,
-        pairs=0 if verdict is None else verdict.pairs,
+        pairs=len(trial.pairs),
         arms={
             name: _arm(policy, arm)
             for name, policy, arm in zip(ARMS, trial.policies, trial.arms, strict=True)
@@ -130,20 +129,16 @@ def _warning(passes: int | None) -> str:
     )
 
 
-def interval_in_words(verdict: TrialRatio) -> str:
-    """Format as ``0.78x (0.71 to 0.86)``, or ``0.78x (no interval yet)`` while it is infinite."""
-    words = Ratio(verdict.ratio, verdict.low, verdict.high).words()
-    return words if math.isfinite(verdict.high) else f"{words} (no interval yet)"
-
-
 def in_words(trial: Trial) -> str:
+    """Return the state of a trial in a sentence. Its ratio is ``0.78x (0.71 to 0.86)``, or ``0.78x
+    (no interval yet)`` while the interval is infinite."""
     policy, baseline = trial.policies
     verdict, ended = trial.verdict, trial.ended
     slots = f"after {counted(trial.done, 'slot')}"
     if verdict is None:
         said = f"no verdict yet {slots}"
     else:
-        ratio = interval_in_words(verdict)
+        ratio = verdict.words() + ("" if math.isfinite(verdict.high) else " (no interval yet)")
         said = f"{policy} has {ratio} the mean TTFT of {baseline} {slots}"
     if ended is None:
         return f"trial of {policy} against {baseline}: {said}"

@@ -39,6 +39,7 @@ from sglang_sbs.scheduling.events import (
     RequestEnded,
 )
 from sglang_sbs.scheduling.policy_registry import Policy
+from sglang_sbs.trial.ratios import Ratio
 from sglang_sbs.trial.sequential import interval
 from sglang_sbs.trial.slots import LEAST_REQUESTS, Adjustment, Arm, Block, Slot, SlotPair, pair_of
 from sglang_sbs.trial.spec import TrialSpec
@@ -71,20 +72,6 @@ class Ended:
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class TrialRatio:
-    """Mean TTFT of the policy divided by that of the baseline, with the bounds of its interval."""
-
-    ratio: float
-    low: float
-    high: float
-    pairs: int
-
-    @property
-    def certain(self) -> bool:
-        return self.high < 1 or self.low > 1
-
-
 @dataclass(slots=True)
 class _Request:
     slot: Slot
@@ -106,7 +93,11 @@ class Trial:
         self.policies: tuple[Policy, Policy] = (policy, spec.baseline)
         self.seed = seed
         self.arms = (Arm(), Arm())
-        self.verdict: TrialRatio | None = None
+        self.verdict: Ratio | None = None
+        """Mean TTFT of the policy divided by that of the baseline; its interval is valid over all
+        looks."""
+        self.pairs: list[SlotPair] = []
+        """Settled pairs of slots, which the verdict compares."""
         self.ended: Ended | None = None
         self.done = 0
         self.current: Slot | None = None
@@ -120,7 +111,6 @@ class Trial:
         self._requests: dict[str, _Request] = {}
         """Requests waiting for their first token, in order of arrival."""
         self._adjustment = Adjustment()
-        self._pairs: list[SlotPair] = []
 
     @property
     def wake_s(self) -> float:
@@ -187,9 +177,9 @@ class Trial:
         pair, self._first = pair_of(self._first, slot), None
         if pair is None:
             return []
-        self._pairs.append(pair)
+        self.pairs.append(pair)
         self.verdict = verdict = self._judge()
-        if verdict.pairs < LEAST_PAIRS:
+        if len(self.pairs) < LEAST_PAIRS:
             return []
         if verdict.certain:
             faster = self.policies[0 if verdict.high < 1 else 1]
@@ -198,11 +188,11 @@ class Trial:
             return self._end("narrow", self._uncertain())
         return []
 
-    def _judge(self) -> TrialRatio:
+    def _judge(self) -> Ratio:
         by = self._adjustment.coefficients
-        bounds = interval([pair.adjusted(by) for pair in self._pairs], ALPHA, LEAST_SD)
+        bounds = interval([pair.adjusted(by) for pair in self.pairs], ALPHA, LEAST_SD)
         mean, low, high = (math.exp(max(-50.0, min(50.0, bound))) for bound in bounds)
-        return TrialRatio(mean, low, high if bounds[2] < 50 else math.inf, len(self._pairs))
+        return Ratio(mean, low, high if bounds[2] < 50 else math.inf)
 
     def _uncertain(self) -> str:
         verdict = self.verdict

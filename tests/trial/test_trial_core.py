@@ -154,7 +154,7 @@ def test_tokens_that_happened_to_arrive_are_no_difference() -> None:
 
         rig.arrive = arrive  # type: ignore[method-assign]
         rig.run()
-        pairs, by = rig.trial._pairs, rig.trial._adjustment.coefficients
+        pairs, by = rig.trial.pairs, rig.trial._adjustment.coefficients
         raw = max(abs(pair.difference) for pair in pairs)
         return raw, max(abs(pair.adjusted(by)) for pair in pairs)
 
