@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from sglang_sbs.evaluate.bootstrap import LEAST_BLOCKS, Ratios, blocks_of, ratios
+from sglang_sbs.evaluate.fitting.calibration import predict_s
 from sglang_sbs.evaluate.replayed import RAN
 from sglang_sbs.evaluate.workload import TooLittle, Workload
+from sglang_sbs.simulator.cluster.outcome import quantile
 from sglang_sbs.simulator.experiments.tables import ResultTable, groups
 from sglang_sbs.simulator.parallel import Row
 from sglang_sbs.trial.ratios import Ratio
@@ -68,7 +69,7 @@ class Evaluation:
         if not draws:
             return None
         mean_s = statistics.fmean(statistics.fmean(draw) for draw in draws)
-        p99_s = statistics.fmean(_p99(sorted(draw)) for draw in draws)
+        p99_s = statistics.fmean(quantile(sorted(draw), 0.99) for draw in draws)
         return Calibrated(mean_s / self.measured_mean_s, p99_s / self.measured_p99_s)
 
     @property
@@ -88,7 +89,7 @@ class Evaluation:
 
     @property
     def measured_p99_s(self) -> float:
-        return _p99(self._measured_s)
+        return quantile(self._measured_s, 0.99)
 
     @property
     def policies(self) -> dict[str, Ratios]:
@@ -214,7 +215,7 @@ class Evaluation:
         middle = len(whole) // 2
         shares = [
             sum(a_pass.forward_s for a_pass in part)
-            / sum(cost.pass_s(a_pass.tokens, a_pass.pairs, a_pass.requests) for a_pass in part)
+            / sum(predict_s(cost, a_pass) for a_pass in part)
             for part in (whole[:middle], whole[middle:])
             if part
         ]
@@ -327,7 +328,3 @@ def _with_model_error(found: Ratio) -> Ratio:
     ratio, error = found.ratio, _MODEL_ERROR * found.ratio
     low = ratio - math.hypot(ratio - found.low, error)
     return Ratio(ratio, max(0.0, low), ratio + math.hypot(found.high - ratio, error))
-
-
-def _p99(ordered: Sequence[float]) -> float:
-    return ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]

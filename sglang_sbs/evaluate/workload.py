@@ -16,6 +16,7 @@ from sglang_sbs.evaluate.fitting.calibration import (
     FitErrors,
     calibrate,
     fit_cost,
+    predict_s,
     usable_passes,
     with_jitter,
 )
@@ -275,9 +276,7 @@ class _Builder:
         mine = [
             a_pass for a_pass in usable_passes(self.recording.passes) if a_pass.instance == instance
         ]
-        pairs = [
-            (a_pass, cost.pass_s(a_pass.tokens, a_pass.pairs, a_pass.requests)) for a_pass in mine
-        ]
+        pairs = [(a_pass, predict_s(cost, a_pass)) for a_pass in mine]
         return tuple(
             sorted(
                 (a_pass.end_s - a_pass.forward_s - start_s, a_pass.forward_s / predicted_s)

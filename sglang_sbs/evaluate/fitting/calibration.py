@@ -138,11 +138,7 @@ def evenly(values: Sequence[_Value], most: int) -> list[_Value]:
 def with_jitter(cost: PassCost, passes: Iterable[RecordedPass]) -> tuple[PassCost, float]:
     """Return the cost scaled so that jittered passes have the measured mean, and the lognormal
     sigma of that jitter. A robust fit alone ignores long outliers, which do affect queues."""
-    usable = [a_pass for a_pass in usable_passes(passes) if a_pass.forward_s > 0]
-    pairs = [
-        (a_pass.forward_s, cost.pass_s(a_pass.tokens, a_pass.pairs, a_pass.requests))
-        for a_pass in usable
-    ]
+    pairs = [(a_pass.forward_s, predict_s(cost, a_pass)) for a_pass in usable_passes(passes)]
     logs = [math.log(measured / predicted) for measured, predicted in pairs if predicted > 0]
     if len(logs) < 2:
         return cost, 0.0
@@ -152,8 +148,12 @@ def with_jitter(cost: PassCost, passes: Iterable[RecordedPass]) -> tuple[PassCos
     return cost.at_speed(predicted_s * math.exp(sigma**2 / 2) / measured_s), sigma
 
 
+def predict_s(cost: PassCost, a_pass: RecordedPass) -> float:
+    return cost.pass_s(a_pass.tokens, a_pass.pairs, a_pass.requests)
+
+
 def _relative_error(cost: PassCost, a_pass: RecordedPass) -> float:
-    return cost.pass_s(a_pass.tokens, a_pass.pairs, a_pass.requests) / a_pass.forward_s - 1
+    return predict_s(cost, a_pass) / a_pass.forward_s - 1
 
 
 def _held_out_shares(passes: Sequence[RecordedPass]) -> list[float]:

@@ -207,10 +207,12 @@ class _Reader:
                     rid, record.now_s, tokens, event.max_new_tokens, event
                 )
             case PrefillDone(rid=rid) as event if rid in requests:
+                request = requests[rid]
                 if event.cached_tokens is not None:
-                    requests[rid].cached_tokens = event.cached_tokens
-                if event.prompt_tokens is None and not event.aborted:
-                    self._first_token(requests[rid], record.now_s)
+                    request.cached_tokens = event.cached_tokens
+                answered = event.prompt_tokens is None and not event.aborted
+                if answered and math.isnan(request.first_token_s):
+                    request.first_token_s = record.now_s
             case RequestEnded(rid=rid) as event if rid in requests:
                 self._on_ended(requests[rid], event, record.now_s)
             case InstanceUp(role="prefill", barrier=False, instance=name):
@@ -232,11 +234,6 @@ class _Reader:
                 request.prefill = (command.prefill, command.prefill_rank)
                 request.decode = (command.decode, command.decode_rank)
                 request.batch = command.batch
-
-    @staticmethod
-    def _first_token(request: RecordedRequest, at_s: float) -> None:
-        if math.isnan(request.first_token_s):
-            request.first_token_s = at_s
 
     def _on_ended(self, request: RecordedRequest, event: RequestEnded, now_s: float) -> None:
         request.ended_s = now_s
