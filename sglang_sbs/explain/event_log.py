@@ -50,31 +50,23 @@ class ReadLog:
 
     def story(self, name: str) -> Story | None:
         """Find a request by rid or ``x-request-id``. None if the log does not have it."""
-        mine = [
-            timeline
-            for timeline in self.requests()
-            if timeline.rid == name
-            or (timeline.client is not None and timeline.client.request_id == name)
-        ]
-        if len(mine) == 1 and mine[0].client is not None and mine[0].client.request_id:
-            same = mine[0].client.request_id
-            mine = [
-                timeline
-                for timeline in self.requests()
-                if timeline.client is not None and timeline.client.request_id == same
-            ]
+        requests = self.requests()
+        mine = [each for each in requests if name in (each.rid, _request_id(each))]
+        if len(mine) == 1 and (same := _request_id(mine[0])):
+            mine = [each for each in requests if _request_id(each) == same]
         if not mine:
             return None
-        client = mine[0].client
-        return Story(
-            request_id="" if client is None else client.request_id,
-            attempts=[self._attempt(timeline) for timeline in mine],
-        )
+        attempts = [self._attempt(timeline) for timeline in mine]
+        return Story(request_id=_request_id(mine[0]) or "", attempts=attempts)
 
     def _attempt(self, timeline: Timeline) -> AttemptStory:
         scheduler = self.scheduler
         why = None if scheduler is None else scheduler.why(timeline.rid, self.ended_s)
         return AttemptStory(timeline, why, self.ended_s)
+
+
+def _request_id(timeline: Timeline) -> str | None:
+    return None if timeline.client is None else timeline.client.request_id
 
 
 def read(path: Path, *, replay: bool) -> ReadLog:
