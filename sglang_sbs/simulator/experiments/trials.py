@@ -26,6 +26,7 @@ from sglang_sbs.simulator.options import common
 from sglang_sbs.simulator.options.common import Flag, run_with_progress
 from sglang_sbs.simulator.parallel import Interrupted, Row
 from sglang_sbs.simulator.workloads.scenario import AGENTIC, SCENARIOS
+from sglang_sbs.trial.ratios import Ratio
 from sglang_sbs.trial.spec import LEAST_SLOTS, TrialSpec
 from sglang_sbs.trial.trial import Switch, Trial
 
@@ -122,7 +123,7 @@ def run_trial(job: Job, spec: TrialSpec, difference: float) -> Row:
         now_s += _STEP_S
         simulation.go_on(now_s)
         tried.advance(now_s)
-    verdict = trial.verdict
+    verdict = trial.verdict or Ratio(math.nan, math.nan, math.nan)
     return {
         "load": job.load,
         "seed": job.seed,
@@ -131,10 +132,8 @@ def run_trial(job: Job, spec: TrialSpec, difference: float) -> Row:
         "cause": trial.ended.cause if trial.ended is not None else "",
         "slots": trial.done,
         "requests": sum(arm.requests for arm in trial.arms),
-        "ratio": verdict.ratio if verdict else math.nan,
-        "low": verdict.low if verdict else math.nan,
-        "high": verdict.high if verdict else math.nan,
-        "certain": verdict is not None and verdict.certain,
+        **verdict._asdict(),
+        "certain": verdict.certain,
         "truth": 1 - difference if job.policy == spec.baseline else math.nan,
     }
 
