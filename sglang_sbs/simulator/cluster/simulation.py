@@ -114,7 +114,7 @@ class Simulation:
         self._end_s = 0.0
 
     def start(self, arrivals: Sequence[Arrival | tuple[float, int]] = ()) -> None:
-        self.come(arrivals)
+        self.come([a if isinstance(a, Arrival) else Arrival(*a, 0) for a in arrivals])
         for name in self._instances:
             if not joins_late([c for c in self._spec.changes if c.instance == name]):
                 self._up(name)
@@ -238,11 +238,11 @@ class Simulation:
         self._wake_s = None
         self._tell(events.TimerFired())
 
-    def come(self, arrivals: Sequence[Arrival | tuple[float, int]], at: int = 0) -> None:
+    def come(self, arrivals: Sequence[Arrival], at: int = 0) -> None:
         """Schedule arrivals one after another, starting at index ``at``."""
         if at < len(arrivals):
-            self._at(arrivals[at][0], self._arrive, arrivals, at)
-            self._end_s = max(self._end_s, arrivals[-1][0] + self._drain_s)
+            self._at(arrivals[at].at_s, self._arrive, arrivals, at)
+            self._end_s = max(self._end_s, arrivals[-1].at_s + self._drain_s)
 
     def _follow(self, record: RequestRecord) -> None:
         record.ends += 1
@@ -251,13 +251,10 @@ class Simulation:
             for arrival in self._loop.after(self._outcome.arrivals[record.index], self._now_s):
                 self.come([arrival])
 
-    def _arrive(self, arrivals: Sequence[Arrival | tuple[float, int]], at: int) -> None:
+    def _arrive(self, arrivals: Sequence[Arrival], at: int) -> None:
         self.come(arrivals, at + 1)
-        arrival = arrivals[at]
-        index, tokens = len(self._outcome.arrivals), arrival[1]
-        self._outcome.arrivals.append(
-            arrival if isinstance(arrival, Arrival) else Arrival(*arrival, 0)
-        )
+        index, tokens = len(self._outcome.arrivals), arrivals[at].prompt_tokens
+        self._outcome.arrivals.append(arrivals[at])
         record = RequestRecord(f"r{index}", tokens, self._now_s, index, tokens)
         if self._estimates:
             error = self._spec.length_error
@@ -472,8 +469,7 @@ class Simulation:
         """Publish KV events, once per pass and without loss, because they can be requested
         again."""
         received_s = self._now_s + self._spec.feedback_latency_s
-        for (
-            event
-        ) in engine.take_block_events():  # take them in any case, otherwise they would pile up
+        # Take the events in any case, otherwise they would pile up.
+        for event in engine.take_block_events():
             if self._spec.publishes_blocks:
                 self._at(received_s, self._for, engine, self._tell, event)
