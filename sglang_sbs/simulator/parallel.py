@@ -22,6 +22,10 @@ class Interrupted(KeyboardInterrupt):
         self.rows = rows
 
 
+def processes(workers: int | None) -> int:
+    return workers or len(os.sched_getaffinity(0))
+
+
 def run_all(
     jobs: Iterable[Task],
     on_row: Callable[[Row], None] = lambda _row: None,
@@ -42,7 +46,7 @@ def run_all(
     others = set(active_children())
     # A terminal interrupts the workers as well; they leave the message to this process.
     pool = ProcessPoolExecutor(
-        workers or len(os.sched_getaffinity(0)),
+        processes(workers),
         initializer=signal.signal,
         initargs=(signal.SIGINT, signal.SIG_IGN),
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import sys
 import tempfile
 import time
@@ -22,7 +21,7 @@ from sglang_sbs.console.outputs import try_to_write
 from sglang_sbs.console.plain_words import counted
 from sglang_sbs.simulator.cluster.cost import COSTS, CostError, cost_name, find_cost
 from sglang_sbs.simulator.cluster.spec import TopologyError
-from sglang_sbs.simulator.parallel import Interrupted, Row, Task, run_all
+from sglang_sbs.simulator.parallel import Interrupted, Row, Task, processes, run_all
 from sglang_sbs.simulator.workloads.arrivals import TraceError
 from sglang_sbs.simulator.workloads.scenario import (
     WARM_UP_S,
@@ -283,17 +282,14 @@ def open_console() -> Console:
     return console if console.is_terminal else Console(width=_FILE_WIDTH)
 
 
-def processes(workers: int | None) -> int:
-    return workers or len(os.sched_getaffinity(0))
-
-
 def run_with_progress(
     tasks: Sequence[Task], console: Console, workers: int | None, expected_s: float = 0.0
 ) -> list[Row]:
     """Return rows in the order of the tasks. ``expected_s``: CPU seconds of all tasks, roughly; the
     expected duration is printed if it is long. Raises: Interrupted, with the rows so far."""
-    if expected_s / processes(workers) > _LONG_S:
-        runs, cores = counted(len(tasks), "run"), processes(workers)
+    cores = processes(workers)
+    if expected_s / cores > _LONG_S:
+        runs = counted(len(tasks), "run")
         on = "one process" if cores == 1 else f"{cores} processes"
         print(f"{runs} on {on}: roughly {clock(expected_s / cores)}", file=sys.stderr, flush=True)
     with progress(Console(stderr=True), len(tasks)) as step:
