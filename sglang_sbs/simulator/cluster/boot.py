@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from sglang_sbs.scheduling.events import BlocksRemoved, BlocksStored, InstanceUp
+from sglang_sbs.scheduling.events import InstanceUp
 from sglang_sbs.simulator.cluster.engine import SimulatedPrefill
 from sglang_sbs.simulator.cluster.kv_cache import BlockCache, Blocks, Hold, SharedStorage
 from sglang_sbs.simulator.cluster.outcome import RequestRecord
@@ -26,22 +26,19 @@ class Asking(NamedTuple):
     blocks: Blocks
     """Block names of prompt and answer; empty if decode has no cache."""
     total_tokens: int
-    """Tokens of prompt and answer."""
+    """Tokens for which decode reserves KV: prompt and answer."""
 
 
 @dataclass(slots=True)
 class SimulatedDecodeRank:
     """KV and slots of one decode DP rank; admits first come first served."""
 
-    free_tokens: float
-    """Free KV tokens; used only without a cache."""
     free_slots: float
-    output_tokens: int
-    """Tokens reserved per request in addition to its prompt; with a cache, the answer itself."""
-    cache: BlockCache | None = None
+    cache: BlockCache
+    """The rank's KV. Without a radix cache, requests have no named blocks in it."""
     waiting: deque[Asking] = field(default_factory=deque)
     holds: dict[str, Hold] = field(default_factory=dict)
-    """References to cached blocks by request id."""
+    """Reserved KV by request id."""
 
     def admit(self) -> list[str]:
         """Reserve room for the requests at the head of the queue that fit now, and return their
@@ -56,11 +53,6 @@ class SimulatedDecodeRank:
 
     def _reserve(self, asking: Asking) -> bool:
         rid, record, blocks, total_tokens = asking
-        if self.cache is None:
-            if self.free_tokens < record.prompt_tokens + self.output_tokens:
-                return False
-            self.free_tokens -= record.prompt_tokens + self.output_tokens
-            return True
         hit = self.cache.match(blocks, record.prompt_tokens)
         hold = self.cache.start(blocks, hit, total_tokens)
         if hold is None:
@@ -71,8 +63,7 @@ class SimulatedDecodeRank:
 
     def has(self, rid: str, tokens: int) -> None:
         """Record that this much KV of the request has arrived, so that others can use it."""
-        if self.cache is not None:
-            self.cache.publish(self.holds[rid], tokens)
+        self.cache.publish(self.holds[rid], tokens)
 
     def release(self, rid: str, record: RequestRecord) -> None:
         """Record the end of an attempt, whether it was admitted, waits, or is still on its way."""
@@ -81,20 +72,7 @@ class SimulatedDecodeRank:
             return
         record.reserved = False
         self.free_slots += 1
-        if self.cache is None:
-            self.free_tokens += record.prompt_tokens + self.output_tokens
-        else:
-            self.cache.end(self.holds.pop(rid))
-
-    def take_block_events(self, rank: int) -> list[BlocksRemoved | BlocksStored]:
-        """Return the block events since the last call. ``rank``: its number."""
-        events = self.cache.take_events() if self.cache is not None else None
-        if events is None:
-            return []
-        pairs = ((BlocksRemoved, events.removed), (BlocksStored, events.stored))
-        return [
-            kind(instance=DECODE, dp_rank=rank, blocks=blocks) for kind, blocks in pairs if blocks
-        ]
+        self.cache.end(self.holds.pop(rid))
 
 
 def prefill_up(name: str, instance: InstanceSpec, spec: ClusterSpec) -> InstanceUp:
@@ -129,16 +107,11 @@ def decode_up(spec: ClusterSpec) -> InstanceUp:
 
 
 def decode_ranks(spec: ClusterSpec) -> list[SimulatedDecodeRank]:
-    room = spec.decode_kv_capacity_tokens or math.inf
     slots = spec.decode_max_running_requests or math.inf
     tokens = spec.decode_kv_capacity_tokens or sys.maxsize
+    block_tokens = spec.block_tokens if spec.decode_caches else 1
     return [
-        SimulatedDecodeRank(
-            room,
-            slots,
-            spec.output_tokens,
-            BlockCache(tokens, spec.block_tokens) if spec.decode_caches else None,
-        )
+        SimulatedDecodeRank(slots, BlockCache(tokens, block_tokens))
         for _ in range(spec.decode_dp_size)
     ]
 

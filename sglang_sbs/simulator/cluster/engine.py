@@ -40,7 +40,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
-from sglang_sbs.scheduling.events import BlocksRemoved, BlocksStored, CacheTier
+from sglang_sbs.scheduling.events import BlocksRemoved, BlocksStored
 from sglang_sbs.scheduling.paging import padded
 from sglang_sbs.scheduling.prefill.completion import Chunk, RankPrompt
 from sglang_sbs.simulator.cluster.kv_cache import BlockCache, Blocks, Hold
@@ -48,8 +48,6 @@ from sglang_sbs.simulator.cluster.spec import ClusterSpec, InstanceSpec
 from sglang_sbs.wire import EndForward
 from sglang_sbs.wire.endforward import Accepted, Kind
 
-_DEVICE: CacheTier = "device"
-_HOST: CacheTier = "host"
 _MOST_FETCHES = 3
 """Limit on fetches from storage per request; after that the missing blocks are computed."""
 
@@ -231,19 +229,12 @@ class SimulatedPrefill:
         self.ranks[request.rank].cache.end(request.hold)
 
     def take_block_events(self) -> list[BlocksRemoved | BlocksStored]:
-        """Return the cache events of all ranks, once per pass; removals first in each tier."""
+        """Return the cache events of all ranks, once per pass."""
         first = self.lone_rank[0] if self.lone_rank else 0
         return [
-            kind(instance=self.name, dp_rank=rank, blocks=blocks, tier=tier)
+            message
             for rank, cache in enumerate(self.caches, first)
-            if (events := cache.take_events()) is not None
-            for kind, blocks, tier in (
-                (BlocksRemoved, events.removed, _DEVICE),
-                (BlocksStored, events.stored, _DEVICE),
-                (BlocksRemoved, events.host_removed, _HOST),
-                (BlocksStored, events.host_stored, _HOST),
-            )
-            if blocks
+            for message in cache.take_messages(self.name, rank)
         ]
 
     @staticmethod

@@ -21,6 +21,8 @@ from collections import OrderedDict
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
+from sglang_sbs.scheduling.events import BlocksRemoved, BlocksStored, CacheTier
+
 Blocks = Sequence[int]
 """Names of a prompt's full blocks in order; equal names mean equal tokens up to that block."""
 SharedStorage = set[int]
@@ -166,6 +168,24 @@ class BlockCache:
         """Return the block changes since the last call; None if there are none."""
         events, self._events = self._events, BlockEvents()
         return None if events == BlockEvents() else events
+
+    def take_messages(self, instance: str, dp_rank: int) -> list[BlocksRemoved | BlocksStored]:
+        """Return the block changes since the last call as KV events; removals first in each
+        tier."""
+        changes = self.take_events()
+        if changes is None:
+            return []
+        kinds: tuple[tuple[type[BlocksRemoved | BlocksStored], list[int], CacheTier], ...] = (
+            (BlocksRemoved, changes.removed, "device"),
+            (BlocksStored, changes.stored, "device"),
+            (BlocksRemoved, changes.host_removed, "host"),
+            (BlocksStored, changes.host_stored, "host"),
+        )
+        return [
+            kind(instance=instance, dp_rank=dp_rank, blocks=blocks, tier=tier)
+            for kind, blocks, tier in kinds
+            if blocks
+        ]
 
     def _lock(self, blocks: Blocks) -> None:
         for block in blocks:

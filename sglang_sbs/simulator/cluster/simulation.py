@@ -311,9 +311,7 @@ class Simulation:
             return
         decode = self._decode[record.decode[1]]
         blocks = self._blocks_of(record)
-        total_tokens = record.prompt_tokens + self._output_tokens(record)
-        answer = self._outcome.arrivals[record.index].answer_blocks if blocks else ()
-        decode.waiting.append(boot.Asking(rid, record, (*blocks, *answer), total_tokens))
+        decode.waiting.append(self._asking(rid, record))
         admitted = decode.admit()
         self._publish_decode(record.decode[1])
         at_once = record.reserved and not self._spec.handshake_s
@@ -323,6 +321,14 @@ class Simulation:
         if not at_once:
             self._handshake(admitted)
         self._step_if_asleep(engine)
+
+    def _asking(self, rid: str, record: RequestRecord) -> boot.Asking:
+        if not self._spec.decode_caches:
+            return boot.Asking(rid, record, (), record.prompt_tokens + self._spec.output_tokens)
+        arrival = self._outcome.arrivals[record.index]
+        answer = arrival.answer_blocks if arrival.blocks else ()
+        tokens = record.prompt_tokens + self._output_tokens(record)
+        return boot.Asking(rid, record, (*arrival.blocks, *answer), tokens)
 
     def _handshake(self, admitted: list[str]) -> None:
         for rid in admitted:
@@ -461,7 +467,7 @@ class Simulation:
 
     def _publish_decode(self, rank: int) -> None:
         received_s = self._now_s + self._spec.feedback_latency_s
-        for event in self._decode[rank].take_block_events(rank):
+        for event in self._decode[rank].cache.take_messages(boot.DECODE, rank):
             if self._spec.publishes_blocks and self._spec.decode_cache == "seen":
                 self._at(received_s, self._tell, event)
 
