@@ -29,6 +29,22 @@ _REASONS = {
 """Usual reason why each part of the TTFT takes long, used if nothing is known about this
 request."""
 
+_OPENINGS = {
+    Opening.IDLE: "the instance was idle",
+    Opening.ABOUT_TO_END: "the running forward pass of the instance was about to end, and a batch "
+    "must be there by then to be in the next one",
+    Opening.JOINS: "a batch was on its way to the instance, and the request could still join it",
+    Opening.FULL_AHEAD: "more was waiting than all forward passes that start before can hold, so "
+    "nothing was to be gained by holding it any longer",
+    Opening.AHEAD: "the engine launches one forward pass ahead (overlap scheduling), and the pass "
+    "after the next one had nothing to compute yet",
+    Opening.FAR_AWAY: "the way to the engine takes a forward pass or longer, so holding gains "
+    "nothing",
+    Opening.INTERVAL: "the dispatch interval was over (--sbs-trigger paper)",
+    Opening.AT_ONCE: "this policy sends every request as soon as it arrives",
+}
+"""Why the request's batch could leave when it did."""
+
 _LEAST_GAIN_S = 0.001
 """Smallest gain, in seconds, that the text mentions; below it the two instances are about equally
 good."""
@@ -47,32 +63,7 @@ def after(seconds: float) -> str:
 
 
 def opening(why: Why) -> str:
-    match why.opening:
-        case Opening.IDLE:
-            return "the instance was idle"
-        case Opening.ABOUT_TO_END:
-            return (
-                "the running forward pass of the instance was about to end, and a batch must be "
-                "there by then to be in the next one"
-            )
-        case Opening.JOINS:
-            return "a batch was on its way to the instance, and the request could still join it"
-        case Opening.FULL_AHEAD:
-            return (
-                "more was waiting than all forward passes that start before can hold, so nothing "
-                "was to be gained by holding it any longer"
-            )
-        case Opening.AHEAD:
-            return (
-                "the engine launches one forward pass ahead (overlap scheduling), and the pass "
-                "after the next one had nothing to compute yet"
-            )
-        case Opening.FAR_AWAY:
-            return "the way to the engine takes a forward pass or longer, so holding gains nothing"
-        case Opening.INTERVAL:
-            return "the dispatch interval was over (--sbs-trigger paper)"
-        case _:
-            return "this policy sends every request as soon as it arrives"
+    return _OPENINGS[why.opening or Opening.AT_ONCE]
 
 
 def term(why: Why) -> str:
