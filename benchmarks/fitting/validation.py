@@ -92,7 +92,7 @@ def spec_of(recording: Recording, calibration: Calibration, seed: int = 0) -> Cl
     if len(shapes) != 1 or not recording.decode:
         raise ValueError("the log must have decode instances and prefill instances of one shape")
     ((dp_size, chunk_tokens, page_size, prefill_max_requests),) = shapes
-    asked = {r.max_new_tokens for r in recording.requests.values()}
+    asked = {r.arrival.max_new_tokens for r in recording.requests.values()}
     return ClusterSpec(
         cost=calibration.cost,
         prefill_instances=len(recording.prefill),

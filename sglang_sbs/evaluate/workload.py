@@ -106,7 +106,7 @@ def workload_of(recording: Recording) -> Workload:
     Raises: TooLittle: too few requests or passes, or a part of the record is missing. CostError: a
     cost cannot be fitted to the passes."""
     every = list(recording.requests.values())
-    sent = [r for r in every if r.prefill is not None and r.decode is not None]
+    sent = [r for r in every if r.dispatch is not None]
     if len(sent) < LEAST_REQUESTS:
         raise TooLittle(f"has {len(sent)} requests that were sent; {LEAST_REQUESTS} are needed")
     usable = usable_passes(recording.passes)
@@ -166,12 +166,10 @@ class _Builder:
 
     def __post_init__(self) -> None:
         up = {event.instance for event in self.recording.prefill}
-        lost = {r.prefill[0] for r in self.requests if r.prefill and r.prefill[0] not in up}
-        if lost:
+        if lost := {r.dispatch.prefill for r in self.requests if r.dispatch is not None} - up:
             raise TooLittle(f"has requests sent to {min(lost)}, but no record of that instance")
         self.names = {event.instance: f"p{i}" for i, event in enumerate(self.recording.prefill)}
-        recorded = [r.arrival for r in self.requests if r.arrival is not None]
-        sizes = {arrival.block_tokens for arrival in recorded if arrival.blocks}
+        sizes = {r.arrival.block_tokens for r in self.requests if r.arrival.blocks}
         self.block_tokens = sizes.pop() if len(sizes) == 1 else 0
 
     def hit(self, request: RecordedRequest) -> int:
@@ -186,10 +184,8 @@ class _Builder:
         tokens = request.prompt_tokens
         if not self.block_tokens:
             tokens -= request.cached_tokens or 0
-        output = request.completion_tokens or request.max_new_tokens or _OUTPUT_TOKENS
         recorded = request.arrival
-        if recorded is None:
-            return Arrival(at_s, max(1, tokens), output)
+        output = request.completion_tokens or recorded.max_new_tokens or _OUTPUT_TOKENS
         blocks = tuple(recorded.blocks) if self.block_tokens else ()
         # An additional page would be a block of tokens that the prompt does not have.
         blocks = blocks[: tokens // self.block_tokens] if blocks else ()
@@ -203,12 +199,11 @@ class _Builder:
         start_s = self.requests[0].arrived_s
         out = []
         for r in self.requests:
-            assert r.prefill is not None and r.decode is not None
-            (name, rank), (decode, decode_rank) = r.prefill, r.decode
-            at = (offsets.get(decode, 0) + max(0, decode_rank)) % max(1, first)
-            out.append(
-                RecordedPlacement(r.dispatched_s - start_s, self.names[name], rank, at, r.batch)
-            )
+            sent = r.dispatch
+            assert sent is not None
+            decode_rank = (offsets.get(sent.decode, 0) + max(0, sent.decode_rank)) % max(1, first)
+            at_s, name = r.dispatched_s - start_s, self.names[sent.prefill]
+            out.append(RecordedPlacement(at_s, name, sent.prefill_rank, decode_rank, sent.batch))
         return out
 
     def measured_s(self, request: RecordedRequest) -> float:
@@ -231,7 +226,7 @@ class _Builder:
         if len(sizes) > 1:
             self.notes.append("prefill instances differ in page size or requests per pass")
         ended = [r.completion_tokens for r in self.requests if r.completion_tokens]
-        asked = {r.max_new_tokens for r in self.requests}
+        asked = {r.arrival.max_new_tokens for r in self.requests}
         longest = max(r.prompt_tokens for r in self.requests)
         room = min((up.kv_capacity_tokens for up in ups), default=0) or KV_CAPACITY_TOKENS
         return ClusterSpec(
@@ -309,7 +304,7 @@ def _notes(
     if len(every) - len(sent) > _NOTED_SHARE * len(every):
         number = len(every) - len(sent)
         notes.append(f"{number:,} requests were never sent to an engine and are left out")
-    retried = sum(1 for r in sent if r.arrival is not None and r.arrival.exclude)
+    retried = sum(1 for r in sent if r.arrival.exclude)
     if retried > _NOTED_SHARE * len(sent):
         notes.append(f"{retried:,} of the requests are retries after a failure")
     unseen = sum(r.last_pass is None for r in sent)

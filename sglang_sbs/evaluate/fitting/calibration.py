@@ -296,9 +296,9 @@ def fit_latency(requests: Iterable[RecordedRequest]) -> tuple[float, float, floa
     batches: dict[tuple[int, int], list[tuple[float, float]]] = {}
     for request in requests:
         interval = _log_interval(request)
-        if interval is not None:
+        if interval is not None and request.dispatch is not None:
             # Batch numbers restart in each log, but dispatch times differ.
-            key = (request.batch, round(1e6 * request.dispatched_s))
+            key = (request.dispatch.batch, round(1e6 * request.dispatched_s))
             batches.setdefault(key, []).append(interval)
     drawn = evenly(list(batches.values()), MOST_FITTED)
     intervals = [interval for batch in drawn for interval in batch]
@@ -335,15 +335,15 @@ def fit_latency(requests: Iterable[RecordedRequest]) -> tuple[float, float, floa
 def _log_interval(request: RecordedRequest) -> tuple[float, float] | None:
     """Return the logarithms of the lower and upper bound of a request's dispatch latency (in
     seconds; -inf: no lower bound). None: the request does not bound it."""
-    a_pass = request.first_pass
-    if a_pass is None or request.prefill is None or not request.dispatched_s < a_pass.launch_s:
+    a_pass, dispatch = request.first_pass, request.dispatch
+    if a_pass is None or dispatch is None or not request.dispatched_s < a_pass.launch_s:
         return None
     high_s = a_pass.launch_s - request.dispatched_s
     low_s = 0.0
     if a_pass.inflight == 0 and a_pass.pause_s > _IDLE_S:
         # It was sent to an idle engine, which launches as soon as it can.
         low_s = _SHARPNESS * high_s
-    elif a_pass.previous is not None and not a_pass.previous.left_over[request.prefill[1]]:
+    elif a_pass.previous is not None and not a_pass.previous.left_over[dispatch.prefill_rank]:
         low_s = a_pass.previous.launch_s - request.dispatched_s
     if low_s >= min(high_s, _LATENCIES_S[-1]):
         return None

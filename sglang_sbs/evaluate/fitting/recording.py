@@ -31,15 +31,12 @@ class RecordedRequest:
     rid: str
     arrived_s: float
     prompt_tokens: int
-    max_new_tokens: int | None
-    arrival: RequestArrived | None = None
+    arrival: RequestArrived
     """The event as the router logged it. Its prompt length may be an estimate; ``prompt_tokens`` is
     the engine's count if known."""
     dispatched_s: float = math.nan
-    prefill: tuple[str, int] | None = None
-    decode: tuple[str, int] | None = None
-    batch: int = -1
-    """Number of the batch that the request was dispatched in; -1: not dispatched."""
+    dispatch: Dispatch | None = None
+    """Its last dispatch, at ``dispatched_s``; None: not dispatched."""
     cached_tokens: int | None = None
     """Cached tokens reported by the engine; None if it did not report them."""
     first_token_s: float = math.nan
@@ -161,8 +158,8 @@ def recording_of(
         # If the plugin reports finished requests, a request that it did not report has not
         # finished, whatever the order of arrival suggests.
         if (
-            request.prefill
-            and request.prefill[0] in reader.reporting
+            request.dispatch is not None
+            and request.dispatch.prefill in reader.reporting
             and rid not in reader.finished
         ):
             request.last_pass = None
@@ -203,9 +200,7 @@ class _Reader:
         match record.event:
             case RequestArrived(rid=rid) as event:
                 tokens = self._counted.get(rid, event.prompt_tokens)
-                requests[rid] = RecordedRequest(
-                    rid, record.now_s, tokens, event.max_new_tokens, event
-                )
+                requests[rid] = RecordedRequest(rid, record.now_s, tokens, event)
             case PrefillDone(rid=rid) as event if rid in requests:
                 request = requests[rid]
                 if event.cached_tokens is not None:
@@ -229,11 +224,8 @@ class _Reader:
                 self._on_report(name, report, record.now_s)
         for command in record.commands:
             if isinstance(command, Dispatch) and command.rid in requests:
-                request = requests[command.rid]
-                request.dispatched_s = record.now_s
-                request.prefill = (command.prefill, command.prefill_rank)
-                request.decode = (command.decode, command.decode_rank)
-                request.batch = command.batch
+                requests[command.rid].dispatched_s = record.now_s
+                requests[command.rid].dispatch = command
 
     def _on_ended(self, request: RecordedRequest, event: RequestEnded, now_s: float) -> None:
         request.ended_s = now_s
