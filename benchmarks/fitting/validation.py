@@ -15,7 +15,7 @@ import msgspec
 from sglang_sbs.evaluate.fitting.calibration import Calibration
 from sglang_sbs.evaluate.fitting.recording import RecordedPass, Recording
 from sglang_sbs.simulator.cluster.cost import PassCost
-from sglang_sbs.simulator.cluster.outcome import Outcome
+from sglang_sbs.simulator.cluster.outcome import Outcome, quantile
 from sglang_sbs.simulator.cluster.simulation import simulate
 from sglang_sbs.simulator.cluster.spec import ClusterSpec
 from tools.cpu_engine.virtual_gpu import VirtualGpuCost
@@ -149,7 +149,7 @@ def compare(
         outcome = resimulate(recording, spec_of(recording, calibration, draw))
         ttft_s = sorted(r.ttft_s for r in outcome.requests[skip:] if not math.isnan(r.ttft_s))
         means.append(statistics.fmean(ttft_s))
-        p99s.append(_p99(ttft_s))
+        p99s.append(quantile(ttft_s, 0.99))
         passes.append(len(outcome.passes))
         queued.append(outcome.queued_passes / len(outcome.passes))
     return Cell(
@@ -159,7 +159,7 @@ def compare(
         requests=len(real),
         real_ttft_mean_s=statistics.fmean(real),
         simulated_ttft_mean_s=statistics.fmean(means),
-        real_ttft_p99_s=_p99(real),
+        real_ttft_p99_s=quantile(real, 0.99),
         simulated_ttft_p99_s=statistics.fmean(p99s),
         real_passes=len(recording.passes),
         simulated_passes=round(statistics.fmean(passes)),
@@ -177,7 +177,3 @@ def by_cell(cells: Sequence[Cell]) -> Mapping[tuple[float, str], float]:
         key: sum(c.simulated_ttft_mean_s for c in mine) / sum(c.real_ttft_mean_s for c in mine)
         for key, mine in groups.items()
     }
-
-
-def _p99(ordered: Sequence[float]) -> float:
-    return ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
