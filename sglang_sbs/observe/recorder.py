@@ -56,8 +56,6 @@ _MAX_RID_CHARS = 100
 @dataclass(slots=True)
 class ObservedRequest:
     rid: str
-    instance: str
-    dp_rank: int
     prompt_tokens: int
     arrived_s: float
     """Time of the request's arrival on the engine's clock, on which ``waited_s`` and ``prefill_s``
@@ -235,9 +233,7 @@ class TrafficRecorder:
         self.counts["requests"] += 1
         by_engine_s = accepted.arrived_s or report.sent_s
         arrived_s = _bounded(by_engine_s + offset_s, now_s)
-        request = ObservedRequest(
-            name, engine.instance, report.dp_rank, accepted.prompt_tokens, by_engine_s
-        )
+        request = ObservedRequest(name, accepted.prompt_tokens, by_engine_s)
         _remember(engine.open, accepted.rid, request)
         dispatch = Dispatch(
             rid=name,
