@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from sglang_sbs.evaluate.fitting.calibration import Calibration
+from sglang_sbs.evaluate.fitting.calibration import Calibration, slowest_rank
 from sglang_sbs.evaluate.fitting.recording import RecordedPass, Recording
 from sglang_sbs.simulator.cluster.cost import PassCost
 from sglang_sbs.simulator.cluster.outcome import Outcome, quantile
@@ -59,16 +59,10 @@ def virtual_gpu_cost(cost: PassCost, passes: Sequence[RecordedPass]) -> VirtualG
     """
     tokens, pairs, count = 0, 0.0, 0
     for a_pass in passes:
-        requests = a_pass.requests or [0] * len(a_pass.tokens)
-        slowest = max(
-            range(len(a_pass.tokens)),
-            key=lambda d, a_pass=a_pass, requests=requests: cost.rank_s(  # type: ignore[misc]
-                a_pass.tokens[d], a_pass.pairs[d], requests[d]
-            ),
-        )
+        slowest = slowest_rank(cost, a_pass)
         tokens += a_pass.tokens[slowest]
         pairs += a_pass.pairs[slowest]
-        count += requests[slowest]
+        count += a_pass.requests[slowest]
     if not tokens:
         raise ValueError("no prefill pass to take the mix of requests from")
     known = cost.of_tokens_only(pairs / tokens, count / tokens)

@@ -201,19 +201,22 @@ def _weakest(fit: Fit, rows: list[list[float]], pass_s: float) -> int | None:
 
 
 def _row(a_pass: RecordedPass, cost: PassCost) -> list[float]:
-    requests = a_pass.requests or [0] * len(a_pass.tokens)
-    slowest = max(
-        range(len(a_pass.tokens)),
-        key=lambda d: cost.rank_s(a_pass.tokens[d], a_pass.pairs[d], requests[d]),
-    )
+    slowest = slowest_rank(cost, a_pass)
     mean = sum(a_pass.tokens) / len(a_pass.tokens)
     return [
         1.0,
         mean,
         float(a_pass.tokens[slowest]),
         a_pass.pairs[slowest],
-        float(requests[slowest]),
+        float(a_pass.requests[slowest]),
     ]
+
+
+def slowest_rank(cost: PassCost, a_pass: RecordedPass) -> int:
+    return max(
+        range(len(a_pass.tokens)),
+        key=lambda d: cost.rank_s(a_pass.tokens[d], a_pass.pairs[d], a_pass.requests[d]),
+    )
 
 
 def _cost_of(fit: Fit) -> PassCost:
