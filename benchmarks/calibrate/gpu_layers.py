@@ -253,7 +253,6 @@ def measured_passes(
         found.append(
             RecordedPass(
                 "layers",
-                number,
                 [sum(chunk for _, chunk in requests) for requests in ranks],
                 float(number),
                 0,

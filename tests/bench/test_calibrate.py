@@ -25,7 +25,7 @@ DP = 4
 def made(tokens: list[int], contexts: list[int], requests: list[int], forward_s: float):
     pairs = [n * c + n * n / 2 / r for n, c, r in zip(tokens, contexts, requests, strict=True)]
     return RecordedPass(
-        "p0", 1, tokens, 0.0, 0, end_s=1.0, forward_s=forward_s, pairs=pairs, requests=requests
+        "p0", tokens, 0.0, 0, end_s=1.0, forward_s=forward_s, pairs=pairs, requests=requests
     )
 
 

@@ -59,7 +59,6 @@ class RecordedPass:
     """One prefill pass; the times are those of the last rank, in seconds of the router's clock."""
 
     instance: str
-    forward_id: int
     tokens: list[int]
     """Extend tokens per rank."""
     launch_s: float
@@ -281,7 +280,6 @@ class _Reader:
     def _open(self, name: str, report: EndForward, launch_s: float) -> RecordedPass:
         a_pass = RecordedPass(
             name,
-            report.forward_id,
             [0] * report.dp_size,
             launch_s,
             report.inflight_passes,
