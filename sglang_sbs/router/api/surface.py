@@ -18,11 +18,9 @@ from sglang_sbs.router.api.access import CONTROL_PLANE, Access, is_own_host
 from sglang_sbs.router.api.endpoints import Control
 from sglang_sbs.router.api.identity import TokenCheck
 from sglang_sbs.router.api.messages import Messages
-from sglang_sbs.router.api.policy import PolicyControl
-from sglang_sbs.router.api.requests import Requests
 from sglang_sbs.router.api.scheduler_access import SchedulerAccess
+from sglang_sbs.router.api.scheduling import Scheduling
 from sglang_sbs.router.api.tokenizing import Tokenizing
-from sglang_sbs.router.api.trial import TrialControl
 from sglang_sbs.router.client.answer_stream import send
 from sglang_sbs.router.client.intake import Doorman
 from sglang_sbs.router.errors import RouterError, error_style
@@ -137,9 +135,7 @@ class Surface:
             app.router.add_post(path, self._inference)
         for part in (
             Control(options, scheduler, relay.in_flight, self._session),
-            PolicyControl(scheduler),
-            TrialControl(scheduler),
-            Requests(relay.in_flight.recent, scheduler),
+            Scheduling(scheduler, relay.in_flight.recent),
             Tokenizing(relay, str(options.tokenizer_path)),
             Messages(relay, self._session),
             dashboard,
