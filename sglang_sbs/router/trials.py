@@ -29,17 +29,13 @@ _BY = "a trial"
 _LOST = "the scheduler that ran the trial is no longer active"
 
 
-def _forever() -> bool:
-    return True
-
-
 @dataclass(eq=False)
 class Trials:
     """Runs at most one trial at a time. Use only from one event loop."""
 
     policy: PolicyInForce
     pump: SchedulerPump
-    leads: Callable[[], bool] = _forever
+    leads: Callable[[], bool] = lambda: True
     """Returns whether this process is the active scheduler."""
     term: Callable[[], int] = int
     switched: Callable[[], None] = lambda: None
