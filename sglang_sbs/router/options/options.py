@@ -27,10 +27,10 @@ _HEADER_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 _TAKEN = frozenset({"authorization", "content-length", "content-type", "host", "connection"})
 
 
-def parse_flags(argv: Sequence[str], prog: str | None = None) -> RouterOptions:
+def parse_flags(argv: Sequence[str]) -> RouterOptions:
     """Parse a command line (without the program name), with environment and configuration file.
     Raises: FlagError, SystemExit, as :func:`read_flags`."""
-    return read_flags(argv, prog)[0]
+    return read_flags(argv)[0]
 
 
 def read_flags(argv: Sequence[str], prog: str | None = None) -> tuple[RouterOptions, Sourced]:

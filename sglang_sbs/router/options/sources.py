@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -57,40 +57,30 @@ class _Layer(NamedTuple):
     sources: dict[str, str]
 
 
-def _options() -> dict[str, Option]:
-    """Return all options that users may set, by flag."""
-    every = chain(*GROUPS.values())
-    return {option.flag: option for option in every if not option.internal}
+OPTIONS = {option.flag: option for option in chain(*GROUPS.values()) if not option.internal}
+"""All options that users may set, by flag."""
 
 
-def _variables() -> dict[str, Option]:
-    """Return options by environment variable: ``SGLANG_SBS_`` and the flag in capitals. The flag's
-    ``sbs-`` is dropped unless another flag has that name."""
-    options = _options()
-    found: dict[str, Option] = {}
-    for flag, option in options.items():
-        short = flag.removeprefix("sbs-")
-        name = flag if short != flag and short in options else short
-        if flag not in IGNORED_FLAGS:
-            found[_PREFIX + name.upper().replace("-", "_")] = option
-    return found
+def _variable(flag: str) -> str:
+    """Return a flag's environment variable: ``SGLANG_SBS_`` and the flag in capitals, without
+    ``sbs-`` unless another flag has that name."""
+    short = flag.removeprefix("sbs-")
+    name = flag if short in OPTIONS else short
+    return _PREFIX + name.upper().replace("-", "_")
 
 
-OPTIONS = _options()
-VARIABLES = _variables()
+VARIABLES = {
+    _variable(flag): option for flag, option in OPTIONS.items() if flag not in IGNORED_FLAGS
+}
 
 
-def read_sources(
-    parser: argparse.ArgumentParser, argv: Sequence[str], environ: Mapping[str, str] | None = None
-) -> Sourced:
-    """Parse ``argv`` and fill in environment and file; ``environ`` defaults to this process's.
-    Changes the parser's defaults. Raises: FlagError, naming the flag and the variable or the
-    file."""
-    environ = os.environ if environ is None else environ
+def read_sources(parser: argparse.ArgumentParser, argv: Sequence[str]) -> Sourced:
+    """Parse ``argv`` and fill in this process's environment and the file. Changes the parser's
+    defaults. Raises: FlagError, naming the flag and the variable or the file."""
     defaults = _take_defaults(parser)
     flags = vars(parser.parse_args(list(argv)))
     from_flags = _Layer(flags, dict.fromkeys(flags, ON_COMMAND_LINE))
-    from_environment = _layer(parser, _in_environment(environ))
+    from_environment = _layer(parser, _in_environment())
     path = flags.get("config") or from_environment.values.get("config")
     from_file = _layer(parser, _in_file(Path(path))) if path else _Layer({}, {})
     values, sources = dict(defaults), dict[str, str]()
@@ -179,10 +169,10 @@ def _text(value: Any) -> str:
 # The environment ------------------------------------------------------------------------------
 
 
-def _in_environment(environ: Mapping[str, str]) -> Iterator[_Entry]:
+def _in_environment() -> Iterator[_Entry]:
     former = {name: OPTIONS[flag] for name, flag in _FORMER_VARIABLES.items()}
     for name, option in (former | VARIABLES).items():
-        text = environ.get(name, "").strip()
+        text = os.environ.get(name, "").strip()
         if text and option.repeated:
             entries = [entry for entry in text.replace("\n", ";").split(";") if entry.strip()]
             yield _Entry(name, name, option, entries)
