@@ -13,7 +13,7 @@ from sglang_sbs import __version__
 from sglang_sbs.console.plain_words import naming_file
 from sglang_sbs.dashboard.feed import LocalFeed
 from sglang_sbs.dashboard.gain import by_bound, in_words
-from sglang_sbs.router.metric_families import gain_family
+from sglang_sbs.router.metric_families import gauge
 from sglang_sbs.router.options.router_options import RouterOptions
 from sglang_sbs.router.signals.engine_signals import Watch
 from sglang_sbs.router.telemetry.metrics import RouterMetrics, build_info
@@ -80,7 +80,8 @@ class LocalScheduler:
         yield build_info(__version__, self.policy.policy, self._options.scheduler.trigger)
         yield from self._pump.times.families()
         yield from self._watch.families(self._pump.snapshot())
-        yield gain_family(by_bound(self.feed.ratios()))
+        about = "Estimated mean TTFT over that of immediate dispatch (last 15 minutes)"
+        yield gauge("sbs_gain_ratio", about, by_bound(self.feed.ratios()), "baseline", "bound")
         yield from self.trials.families()
 
     async def close(self) -> None:

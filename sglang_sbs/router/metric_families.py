@@ -1,5 +1,4 @@
-"""Helpers that create Prometheus metric families when a scrape asks for them, and one shared
-family."""
+"""Helpers that create Prometheus metric families when a scrape asks for them."""
 
 from __future__ import annotations
 
@@ -29,12 +28,6 @@ def gauge(name: str, text: str, values: Values = None, *labels: str) -> GaugeMet
 
 def total(name: str, text: str, values: Values = None, *labels: str) -> CounterMetricFamily:
     return _filled(CounterMetricFamily(name, text, labels=labels), values)
-
-
-def gain_family(bounds: Mapping[tuple[str, str], float]) -> GaugeMetricFamily:
-    """Return ``sbs_gain_ratio``, given its values by baseline and bound of the 95 % interval."""
-    about = "Estimated mean TTFT over that of immediate dispatch (last 15 minutes)"
-    return gauge("sbs_gain_ratio", about, bounds, "baseline", "bound")
 
 
 def _filled(family: _F, values: Values) -> _F:
