@@ -100,9 +100,6 @@ def log_answer(
 ) -> None:
     """Log an answered request: 4xx as a warning, 5xx as an error. ``more`` is appended to the line;
     ``parts``: the request's TTFT by part, in seconds."""
-    level = _level_of(path, status)
-    if not access_logger.isEnabledFor(level):
-        return
     fields = {
         "method": method,
         "path": path,
@@ -115,6 +112,7 @@ def log_answer(
     shown = (method, _printable(path), status, f"{error_code} " if error_code else "")
     text = "%s %s %d %s%.1f ms%s"
     more = f"; {more}" if more else ""
+    level = _level_of(path, status)
     access_logger.log(level, text, *shown, seconds * 1000, more, extra={_FIELDS: fields})
 
 
