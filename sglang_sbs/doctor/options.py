@@ -11,6 +11,7 @@ from pathlib import Path
 
 from sglang_sbs.router.engines.urls import normalise_worker_url
 from sglang_sbs.router.options.arguments import FlagError, Parser
+from sglang_sbs.router.options.option import number
 from sglang_sbs.router.options.options import read_flags
 from sglang_sbs.router.options.router_options import RouterOptions
 
@@ -41,6 +42,9 @@ examples:
 """
 
 
+_seconds = partial(number, 1e-9, 600, "a number of seconds in 0..600")
+
+
 @dataclass(frozen=True)
 class DoctorOptions:
     """The parsed command line. Times in seconds."""
@@ -62,16 +66,6 @@ class DoctorOptions:
     given_bind: str | None = None
     """Value of ``--sbs-endforward-bind``; None if not given."""
     key_file: Path | None = None
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= 600:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds in 0..600")
-    return value
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -117,7 +117,8 @@ def prefill_of(entry: Sequence[str]) -> tuple[str, int | None]:
     return url, int(port)
 
 
-def _number(low: float, high: float, what: str, text: str) -> float:
+def number(low: float, high: float, what: str, text: str) -> float:
+    """Parse a flag's number from ``low`` to ``high``; ``what`` describes it in the error."""
     with contextlib.suppress(ValueError):
         if low <= (value := float(text)) <= high:
             return value
@@ -130,10 +131,10 @@ def _whole(low: int, high: int, what: str, text: str) -> int:
     return int(text)
 
 
-seconds = partial(_number, 1e-9, 1e9, "a number greater than 0")
+seconds = partial(number, 1e-9, 1e9, "a number greater than 0")
 """Positive number, in the unit of its flag."""
-non_negative = partial(_number, 0, 1e9, "a number >= 0")
-share = partial(_number, 0, 1, "a number from 0 to 1")
+non_negative = partial(number, 0, 1e9, "a number >= 0")
+share = partial(number, 0, 1, "a number from 0 to 1")
 positive_int = partial(_whole, 1, 2**63, "a whole number >= 1")
 count = partial(_whole, 0, 2**63, "a whole number >= 0")
 port = partial(_whole, 0, 65535, "a port in 0..65535")
