@@ -36,10 +36,8 @@ async def serve_until_stopped(
     stop = asyncio.Event()
     for handled in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(handled, stop.set)
-    for ignored in (
-        signal.SIGUSR1,
-        signal.SIGUSR2,
-    ):  # otherwise they would end it and leave the engines running
+    # Otherwise these signals would end this process and leave the engines running.
+    for ignored in (signal.SIGUSR1, signal.SIGUSR2):
         asyncio.get_running_loop().add_signal_handler(ignored, lambda: None)
     stopped = asyncio.create_task(stop.wait())
     with show_progress(plan) as on_progress:

@@ -75,9 +75,8 @@ class NameLookup:
                 now_s = self._clock()
                 if now_s - found_s < self._fresh_s:
                     return known
-                limit_s = max(
-                    0.0, began_s + limit_s - now_s
-                )  # counted from the lookup's start, not per caller
+                # Count from the lookup's start, not per caller.
+                limit_s = max(0.0, began_s + limit_s - now_s)
             return await asyncio.wait_for(asyncio.shield(flight), limit_s)
         except (TimeoutError, socket.gaierror) as error:
             if known is not None:

@@ -104,12 +104,9 @@ class _LegFailed(Exception):
 
 async def _leg(post: _Post, url: str, side: InstanceRole, body: dict[str, object]) -> None:
     """Send the prefill or the decode request of a probe. Raises: _LegFailed, naming the side."""
-    limits = {
-        "timeout_s": 2 * PROBE_TIMEOUT_S,
-        "connect_s": 5.0,
-    }  # the pair's own limit ends it first
+    limit_s = 2 * PROBE_TIMEOUT_S  # the pair's own limit ends it first
     try:
-        status, raw = await post(f"{url}/generate", json=body, **limits)
+        status, raw = await post(f"{url}/generate", json=body, timeout_s=limit_s, connect_s=5.0)
     except (aiohttp.ClientError, OSError) as error:
         raise _LegFailed(f"{side}: {error or type(error).__name__}") from error
     text = text_without_secrets(raw[:_MAX_REPLY_CHARS].decode("utf-8", "replace").strip())
