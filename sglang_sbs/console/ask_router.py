@@ -14,7 +14,7 @@ from collections.abc import Sequence
 KEY_VARIABLE = "SGLANG_SBS_ADMIN_API_KEY"
 _FORMER_VARIABLE = "SGLANG_SBS_ADMIN_KEY"
 _TIMEOUT_S = 15.0
-_MOST_ERROR_BYTES = 4096
+MOST_ERROR_BYTES = 4096
 
 
 class NoAnswerError(Exception):
@@ -69,24 +69,26 @@ def ask(
             read: bytes = answer.read()
             return read
     except urllib.error.HTTPError as error:
-        raise NoAnswerError(_refusal(error, url, key, absent)) from error
+        body = error.read(MOST_ERROR_BYTES)
+        raise NoAnswerError(refusal(error.code, url, key, absent, body)) from error
     except OSError as error:
         reason = getattr(error, "reason", error)
         hint = "is the router there? --router URL"
         raise NoAnswerError(f"{args.router}: {reason} ({hint})") from error
 
 
-def _refusal(error: urllib.error.HTTPError, url: str, key: str | None, absent: str) -> str:
-    if error.code in (401, 403):
+def refusal(status: int, url: str, key: str | None, absent: str, body: bytes) -> str:
+    """Explain an error response of a router. ``absent``: text for a 404."""
+    if status in (401, 403):
         if key:
-            return f"{url}: this key is not accepted ({error.code})"
+            return f"{url}: this key is not accepted ({status})"
         return f"{url}: the router wants a key: --admin-api-key KEY, or {KEY_VARIABLE}"
-    if error.code == 404:
+    if status == 404:
         return absent
-    text = error.read(_MOST_ERROR_BYTES).decode("utf-8", "replace")
+    text = body.decode("utf-8", "replace")
     with contextlib.suppress(ValueError, KeyError, TypeError):
         text = json.loads(text)["error"]["message"]
-    return f"{url}: {error.code} {text}"
+    return f"{url}: {status} {text}"
 
 
 def plain(text: str) -> str:

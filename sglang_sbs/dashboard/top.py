@@ -17,7 +17,8 @@ from rich.live import Live
 from rich.text import Text
 
 from sglang_sbs.console import ask_router
-from sglang_sbs.dashboard.client import DashboardError, frames
+from sglang_sbs.console.ask_router import NoAnswerError
+from sglang_sbs.dashboard.client import frames
 from sglang_sbs.dashboard.top_view import TopView, plain
 
 _GANGS = 40
@@ -64,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             asyncio.run(_once(args.router, key, args.seconds, as_json=args.json))
         else:
             asyncio.run(_live(args.router, key))
-    except DashboardError as error:
+    except NoAnswerError as error:
         print(f"sglang-sbs top: {plain(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -90,7 +91,7 @@ async def _once(router: str, key: str | None, seconds: float, *, as_json: bool) 
         else:
             Console().print(TopView(frame | {"past": past}, router))
         return
-    raise DashboardError(f"{router}: the stream ended before {seconds:g} s were over")
+    raise NoAnswerError(f"{router}: the stream ended before {seconds:g} s were over")
 
 
 async def _live(router: str, key: str | None) -> None:
@@ -105,7 +106,7 @@ async def _live(router: str, key: str | None) -> None:
 
 
 async def _watch(router: str, key: str | None) -> None:
-    """Draw until cancelled. Raises: DashboardError."""
+    """Draw until cancelled. Raises: NoAnswerError."""
     past: list[Any] = []
     connected = False
     with Live(Text("connecting"), console=Console(), screen=True, auto_refresh=False) as live:
@@ -120,7 +121,7 @@ async def _watch(router: str, key: str | None) -> None:
                         live.update(view, refresh=True)
                     number += 1
                 note = "the stream ended"
-            except DashboardError as error:
+            except NoAnswerError as error:
                 if not connected:
                     raise
                 note = str(error)

@@ -16,8 +16,9 @@ from aiohttp import web
 from harness.pages import ScriptedFeed, local_feed, served, take
 from router_harness import TIMEOUT_S, Cluster, options_for, until
 
+from sglang_sbs.console.ask_router import NoAnswerError
 from sglang_sbs.dashboard import pages
-from sglang_sbs.dashboard.client import DashboardError, frames
+from sglang_sbs.dashboard.client import frames
 from sglang_sbs.dashboard.feed import LocalFeed
 from sglang_sbs.dashboard.pages import PENDING_FRAMES
 from sglang_sbs.router.api.access import CONTROL_PLANE, OPEN_PATHS
@@ -87,9 +88,9 @@ async def test_without_an_admin_the_api_key_opens_it_and_no_key_is_taken_from_th
 
 async def test_the_client_says_what_to_do_about_a_key() -> None:
     async with cluster(*KEYS) as running:
-        with pytest.raises(DashboardError, match="--admin-api-key"):
+        with pytest.raises(NoAnswerError, match="--admin-api-key"):
             await take(running, 1)
-        with pytest.raises(DashboardError, match="not accepted"):
+        with pytest.raises(NoAnswerError, match="not accepted"):
             await take(running, 1, "weak")
 
 
