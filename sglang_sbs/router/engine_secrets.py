@@ -121,6 +121,11 @@ def text_without_secrets(text: str) -> str:
     return _BEARER.sub(r"\1 ***", _IN_TEXT.sub(_hidden, text))
 
 
+def beginning_without_secrets(raw: bytes, most: int) -> str:
+    """Return the first ``most`` bytes of an engine's response as text for an error message."""
+    return text_without_secrets(raw[:most].decode("utf-8", "replace").strip())
+
+
 def _hidden(found: re.Match[str]) -> str:
     """Return the replacement of a match of ``_IN_TEXT``: the value is hidden, unless it is a number
     of tokens or an error message about one."""

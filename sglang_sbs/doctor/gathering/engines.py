@@ -14,14 +14,13 @@ from functools import partial
 from typing import Any
 
 import aiohttp
-import orjson
 
 from sglang_sbs.console.plain_words import plain_error, system_error
 from sglang_sbs.doctor.facts import Bootstrap, EngineFacts, Failure, RankReports, text
 from sglang_sbs.doctor.options import DoctorOptions
 from sglang_sbs.engine.config import split_tcp
-from sglang_sbs.router.engine_secrets import text_without_secrets, without_secrets
-from sglang_sbs.router.engines.control_requests import AnswerTooLong, ask
+from sglang_sbs.router.engine_secrets import beginning_without_secrets, without_secrets
+from sglang_sbs.router.engines.control_requests import AnswerTooLong, ask, object_in
 from sglang_sbs.router.engines.urls import split_worker_url
 from sglang_sbs.router.options.config import BreakerConfig
 from sglang_sbs.router.workers import server_info
@@ -50,18 +49,6 @@ class Answer:
     took_s: float
     ended_s: float
     """Wall clock time when the response was complete, in seconds."""
-
-    def beginning(self, most: int) -> str:
-        """Return the first ``most`` bytes of the body as text for a message."""
-        return text_without_secrets(self.body[:most].decode("utf-8", "replace").strip())
-
-    def json_object(self) -> dict[str, Any]:
-        """Parse the body as a JSON object; empty if it is not one."""
-        try:
-            value = orjson.loads(self.body)
-        except orjson.JSONDecodeError:
-            return {}
-        return value if isinstance(value, dict) else {}
 
 
 class Asker:
@@ -144,9 +131,9 @@ class Asker:
             answer = await self.get(url, "/get_server_info", self._api_key)
         if answer.status in (401, 403):
             raise Failure("refused", f"/server_info answers {answer.status}")
-        data = answer.json_object()
+        data = object_in(answer.body)
         if answer.status != 200 or not data:
-            head = answer.beginning(80)
+            head = beginning_without_secrets(answer.body, 80)
             raise Failure("not-sglang", f"/server_info answers {answer.status}: {head!r}")
         if "router_manager" in data:
             raise Failure("is-a-router", "its /server_info is a router's")
@@ -177,7 +164,7 @@ class Asker:
             answers = [await self.get(url, path, self._api_key) for url in worker.server_urls]
             if (answer := answers[0]).status == 200:
                 facts.loads = parse_loads(worker, [answer.body for answer in answers])
-                stamp = datetime.fromisoformat(str(answer.json_object().get("timestamp")))
+                stamp = datetime.fromisoformat(str(object_in(answer.body).get("timestamp")))
                 asked_s = answer.ended_s - answer.took_s / 2
                 facts.clock_offset_s = stamp.timestamp() - asked_s
 
@@ -228,8 +215,8 @@ class Asker:
             bootstrap.failure = failure.text
             return
         bootstrap.status = answer.status
-        bootstrap.text = answer.beginning(120)
-        bootstrap.layout = answer.json_object()
+        bootstrap.text = beginning_without_secrets(answer.body, 120)
+        bootstrap.layout = object_in(answer.body)
 
 
 def worker_of(facts: EngineFacts, info: WorkerInfo) -> Worker:

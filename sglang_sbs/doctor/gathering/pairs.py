@@ -17,7 +17,7 @@ import orjson
 from sglang_sbs.doctor.facts import EngineFacts, ProbeResult
 from sglang_sbs.doctor.gathering.engines import worker_of
 from sglang_sbs.doctor.options import DoctorOptions
-from sglang_sbs.router.engine_secrets import text_without_secrets
+from sglang_sbs.router.engine_secrets import beginning_without_secrets
 from sglang_sbs.router.engines.control_requests import ask
 from sglang_sbs.router.workers import rank_contract
 from sglang_sbs.router.workers.host_spelling import respell_all
@@ -31,7 +31,7 @@ connection."""
 _AT_ONCE = 8
 _PROMPT = [5, 6, 7, 8]
 """Token ids, which engines without a tokenizer accept as well."""
-_MAX_REPLY_CHARS = 300
+_MAX_REPLY_BYTES = 300
 _SIDES: tuple[InstanceRole, InstanceRole] = ("prefill", "decode")
 _Post = Callable[..., Awaitable[tuple[int, bytes]]]
 """Posts to a URL with the key it needs."""
@@ -109,7 +109,7 @@ async def _leg(post: _Post, url: str, side: InstanceRole, body: dict[str, object
         status, raw = await post(f"{url}/generate", json=body, timeout_s=limit_s, connect_s=5.0)
     except (aiohttp.ClientError, OSError) as error:
         raise _LegFailed(f"{side}: {error or type(error).__name__}") from error
-    text = text_without_secrets(raw[:_MAX_REPLY_CHARS].decode("utf-8", "replace").strip())
+    text = beginning_without_secrets(raw, _MAX_REPLY_BYTES)
     if status != 200:
         raise _LegFailed(f"{side} answers {status}: {text}")
     try:

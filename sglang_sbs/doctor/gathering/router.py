@@ -8,6 +8,7 @@ import time
 from sglang_sbs.doctor.facts import EngineFacts, Failure, RouterFacts, number, objects
 from sglang_sbs.doctor.gathering.engines import Asker
 from sglang_sbs.doctor.options import DoctorOptions
+from sglang_sbs.router.engines.control_requests import object_in
 from sglang_sbs.router.engines.urls import normalise_worker_url
 from sglang_sbs.scheduling.policy_registry import reads_reports
 
@@ -44,11 +45,11 @@ async def _ask(asker: Asker, options: DoctorOptions, url: str) -> RouterFacts:
         if workers.status != 200:
             kind = "refused" if workers.status in (401, 403) else "not-sglang"
             raise Failure(kind, f"/workers answers {workers.status}")
-        entries = workers.json_object().get("workers")
+        entries = object_in(workers.body).get("workers")
         if not isinstance(entries, list):
             raise Failure("not-sglang", "/workers answers 200 and no list of workers")
         facts.workers = objects(entries)
-        state = (await asker.get(url, "/server_info", flags.api_key)).json_object()
+        state = object_in((await asker.get(url, "/server_info", flags.api_key)).body)
     except Failure as failure:
         facts.failure = failure
         return facts

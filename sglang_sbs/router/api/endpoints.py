@@ -22,8 +22,8 @@ from sglang_sbs.router.api.engine_metrics import merge_pages
 from sglang_sbs.router.api.scheduler_access import SchedulerAccess
 from sglang_sbs.router.client.answer_stream import send
 from sglang_sbs.router.client.intake import Bodies
-from sglang_sbs.router.engine_secrets import text_without_secrets, without_secrets
-from sglang_sbs.router.engines.control_requests import ask
+from sglang_sbs.router.engine_secrets import beginning_without_secrets, without_secrets
+from sglang_sbs.router.engines.control_requests import ask, object_in
 from sglang_sbs.router.errors import ErrorStyle, RouterError
 from sglang_sbs.router.options.router_options import RouterOptions
 from sglang_sbs.router.relay.in_flight import InFlight
@@ -144,7 +144,7 @@ class Control:
         reported = {
             card.get("id"): card.get("max_model_len")
             for _, status, body in answers
-            if status == 200 and isinstance(cards := _engine_object(body).get("data"), list)
+            if status == 200 and isinstance(cards := object_in(body).get("data"), list)
             for card in cards
             if isinstance(card, dict) and isinstance(card.get("id"), str)
         }
@@ -165,10 +165,10 @@ class Control:
     async def model_info(self, _request: web.Request) -> web.StreamResponse:
         worker = self._first("prefill")
         ((_, status, body),) = await self._ask_all([worker], "GET", "/model_info")
-        if status != 200 or not _engine_object(body):
+        if status != 200 or not object_in(body):
             what = status if status != 200 else "no JSON object"
             raise RouterError(502, "proxy_request_failed", f"{worker.url}/model_info: {what}")
-        return json_answer(without_secrets(_engine_object(body)))
+        return json_answer(without_secrets(object_in(body)))
 
     async def server_info(self, _request: web.Request) -> web.StreamResponse:
         """Return the first prefill instance's fields, every worker's response and the scheduler's
@@ -180,7 +180,7 @@ class Control:
         for worker, status, body in answers:
             value: dict[str, Any] = {"url": worker.url, "error": status}
             if status == 200:
-                value = without_secrets(_engine_object(body))
+                value = without_secrets(object_in(body))
             infos[worker.role].append(value)
             if worker.role == "decode" and isinstance(value.get("internal_states"), list):
                 states += value["internal_states"]
@@ -305,7 +305,7 @@ class Control:
         workers = list(self._registry)
         answers = await self._ask_all(workers, "POST", "/flush_cache", every_rank=True)
         failed = [
-            {"url": worker.url, "error": _beginning(body) or str(status)}
+            {"url": worker.url, "error": beginning_without_secrets(body, 200) or str(status)}
             for worker, status, body in answers
             if status != 200
         ]
@@ -333,7 +333,7 @@ class Control:
         answers = await self._ask_all(workers, "GET", path, every_rank=True)
         details: dict[str, Any] = {}
         for worker, status, body in answers:
-            reported = _engine_object(body).get("loads") if status == 200 else None
+            reported = object_in(body).get("loads") if status == 200 else None
             if isinstance(reported, list) and isinstance(before := details.get(worker.url), list):
                 reported = before + reported
             details[worker.url] = reported
@@ -413,20 +413,6 @@ class WorkerError(RouterError):
     def response(self, style: ErrorStyle = "openai") -> web.Response:
         body = orjson.dumps({"error": self.message, "code": self.code})
         return web.Response(status=self.status, body=body, content_type="application/json")
-
-
-def _beginning(raw: bytes) -> str:
-    """Return the first 200 bytes of an engine's response, without secrets, for an error message."""
-    return text_without_secrets(raw[:200].decode("utf-8", "replace"))
-
-
-def _engine_object(raw: bytes) -> dict[str, Any]:
-    """Parse an engine's JSON object; return an empty one if the response is something else."""
-    try:
-        value = orjson.loads(raw)
-    except orjson.JSONDecodeError:
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _length(value: Any) -> int | None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import aiohttp
+import orjson
 
 MAX_ANSWER_BYTES = 16 << 20
 _SHORT_BYTES = 1 << 20
@@ -67,3 +68,12 @@ async def ask(
             return response.status, b"".join(pieces)
         # Joining this much in a thread does not hold the interpreter lock.
         return response.status, await asyncio.to_thread(b"".join, pieces)
+
+
+def object_in(body: bytes) -> dict[str, Any]:
+    """Parse a response's JSON object; return an empty one if the response is something else."""
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return {}
+    return value if isinstance(value, dict) else {}
