@@ -119,11 +119,9 @@ class LocalFeed:
 
     def _attach(self) -> DashboardRecorder:
         if self.recorder is None:
-            timelines = self._pump.timelines
-            self.recorder = self._record(
-                self._pump.scheduler, time.monotonic(), timelines=timelines
-            )
-            self._pump.observer = self._observe
+            pump = self._pump
+            self.recorder = self._record(pump.scheduler, time.monotonic(), pump.timelines)
+            pump.observer = self._observe
             self._ticker = asyncio.create_task(self._tick())
         return self.recorder
 

@@ -89,22 +89,20 @@ class DashboardRecorder:
         self,
         scheduler: Scheduler,
         now_s: float,
+        timelines: Timelines,
         *,
         problems: Problems = lambda: (),
         order: Order = lambda: (),
         errors: Callable[[], int] = lambda: 0,
         alone: bool = False,
-        timelines: Timelines | None = None,
     ) -> None:
         """Create a recorder.
 
+        - ``timelines``: the driver's, which observe each event before this recorder.
         - ``problems``: returns the problems of workers; ``order``: their URLs in display order.
-        - ``errors``: returns the number of events that failed in the scheduler.
-        - ``timelines``: the driver's, which observe each event before this recorder. If None, the
-          recorder keeps its own."""
+        - ``errors``: returns the number of events that failed in the scheduler."""
         self._scheduler = scheduler
-        self._timelines = Timelines() if timelines is None else timelines
-        self._keeps_timelines = timelines is None
+        self._timelines = timelines
         self._problems = problems
         self._order = order
         self._alone = alone
@@ -147,8 +145,6 @@ class DashboardRecorder:
 
     def observe(self, event: Event, commands: Sequence[Command], now_s: float) -> None:
         """Process an event and its commands. Cheap, because it runs for every event."""
-        if self._keeps_timelines:
-            self._timelines.observe(event, commands, now_s)
         on = self._on.get(type(event))
         if on is not None:
             on(event, now_s)

@@ -6,6 +6,7 @@ from datetime import datetime
 from typing import Any
 
 from harness.pages import local_feed
+from harness.recorders import LoneRecorder
 from router_harness import cluster, until
 
 from sglang_sbs.dashboard.health.alerts import Alert
@@ -72,7 +73,7 @@ def frames_of(recorder: DashboardRecorder, times_s: list[float]) -> list[dict[st
 
 def test_frames_tell_of_the_past_when_it_changes_and_histories_always() -> None:
     scheduler = Scheduler(SchedulerConfig())
-    recorder = DashboardRecorder(scheduler, 0.0)
+    recorder = LoneRecorder(scheduler, 0.0)
     for name, role in (("http://p0:1", "prefill"), ("http://d0:1", "decode")):
         scheduler.handle(InstanceUp(instance=name, role=role, dp_size=1, chunk_tokens=100), 0.0)
     scheduler.handle(InstanceDown(instance="http://d0:1"), 1.0)
@@ -90,14 +91,14 @@ def test_frames_tell_of_the_past_when_it_changes_and_histories_always() -> None:
 
 
 def test_alerts_are_recorded_while_no_dashboard_is_open() -> None:
-    recorder = DashboardRecorder(Scheduler(SchedulerConfig()), 0.0)
+    recorder = LoneRecorder(Scheduler(SchedulerConfig()), 0.0)
     recorder.tick(1.0)
     assert {alert["since_s"] for alert in recorder.frame(5.0)["alerts"]} == {1.0}
 
 
 def test_failed_events_are_forgotten_and_remembered_as_past() -> None:
     failed = [0]
-    recorder = DashboardRecorder(Scheduler(SchedulerConfig()), 0.0, errors=lambda: failed[0])
+    recorder = LoneRecorder(Scheduler(SchedulerConfig()), 0.0, errors=lambda: failed[0])
     recorder.tick(1.0)
     failed[0] = 3
     kinds = [

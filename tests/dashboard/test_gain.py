@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import router_harness
+from harness.recorders import LoneRecorder
 
 from sglang_sbs.dashboard.gain import (
     LEAST_MINUTES,
@@ -48,7 +49,7 @@ class Watched(Scheduler):
         """See :class:`~sglang_sbs.scheduling.Scheduler`."""
         commands = super().handle(event, now_s)
         if self.recorder is None:
-            self.recorder = DashboardRecorder(self, now_s)
+            self.recorder = LoneRecorder(self, now_s)
             self.recorder.ttft.gain.add = self._take  # type: ignore[method-assign]
         self.recorder.observe(event, commands, now_s)
         if now_s >= self._next_s:
@@ -234,7 +235,7 @@ def test_a_slice_is_bounded_and_too_many_requests_end_the_estimate_for_a_minute(
 
 def test_after_a_switch_of_the_policy_only_what_runs_now_counts() -> None:
     scheduler = Scheduler(SchedulerConfig(policy="eta"))
-    recorder = DashboardRecorder(scheduler, 0.0)
+    recorder = LoneRecorder(scheduler, 0.0)
     recorder.ttft.gain = gain = filled(8, 1.0)
     assert gain.ratios(8 * MINUTE_S)["eta"].ratio == pytest.approx(1.0)
     switch, now_s = PolicySwitched(policy="sbs"), 8 * MINUTE_S + 20

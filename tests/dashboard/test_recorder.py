@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from harness.recorders import LoneRecorder
 
 from sglang_sbs.dashboard.health.alerts import Recent, find_alerts
 from sglang_sbs.dashboard.passes import PassHistory
-from sglang_sbs.dashboard.recorder import DashboardRecorder
 from sglang_sbs.dashboard.shadow import ShadowRequest
 from sglang_sbs.scheduling import (
     Command,
@@ -77,7 +77,7 @@ def test_a_bubble_is_wasted_as_far_as_requests_waited() -> None:
 
 
 def test_a_frame_tells_how_evenly_passes_are_spread_over_ranks() -> None:
-    made = DashboardRecorder(Scheduler(SchedulerConfig()), 0.0)
+    made = LoneRecorder(Scheduler(SchedulerConfig()), 0.0)
     assert made.frame(0.0)["balance"] is None
     for forward_id, tokens in ((1, [6, 2]), (2, [4, 0])):
         for rank in range(2):
@@ -137,7 +137,7 @@ def test_a_frame_tells_of_a_worker_without_a_barrier_as_one() -> None:
     up = InstanceUp(instance=P0, role="prefill", dp_size=2, chunk_tokens=1024, barrier=False)
     for event in (up, InstanceUp(instance=D0, role="decode", dp_size=1)):
         scheduler.handle(event, 0.0)
-    recorder = DashboardRecorder(scheduler, 1.0)
+    recorder = LoneRecorder(scheduler, 1.0)
     events: list[Event] = [
         *(RequestArrived(rid=f"r{number}", prompt_tokens=50) for number in range(2)),
         *(
@@ -204,7 +204,7 @@ def test_an_instance_that_becomes_slow_is_named() -> None:
     scheduler = Scheduler(SchedulerConfig())
     for name, role in ((P0, "prefill"), (D0, "decode")):
         scheduler.handle(InstanceUp(instance=name, role=role, dp_size=1, chunk_tokens=1000), 0.0)
-    recorder, now_s = DashboardRecorder(scheduler, 0.0), 1.0
+    recorder, now_s = LoneRecorder(scheduler, 0.0), 1.0
 
     def passes(count: int, first: int, forward_s: float) -> set[str]:
         nonlocal now_s
@@ -228,7 +228,7 @@ def test_an_instance_that_becomes_slow_is_named() -> None:
 
 
 def test_attempts_that_fail_on_one_instance_name_it() -> None:
-    recorder = DashboardRecorder(scheduler_with(*ALL_REPORTED), 0.0)
+    recorder = LoneRecorder(scheduler_with(*ALL_REPORTED), 0.0)
 
     def over(count: int, outcome: str, prefill: str, decode: str, now_s: float) -> None:
         decision = Dispatch(
@@ -265,7 +265,7 @@ def test_instances_are_in_the_order_of_the_command_line() -> None:
     for name in names:
         scheduler.handle(InstanceUp(instance=name, role="prefill", dp_size=1), 0.0)
     order = [f"http://p{number}:1" for number in range(3)]
-    frame = DashboardRecorder(scheduler, 0.0, order=lambda: order).frame(1.0)
+    frame = LoneRecorder(scheduler, 0.0, order=lambda: order).frame(1.0)
     assert [instance["instance"] for instance in frame["prefill"]] == [*order, "http://p3:1"]
 
 
@@ -319,7 +319,7 @@ class Watched:
 
     def __init__(self, now_s: float = 1.0, **config: Any) -> None:
         self.scheduler = scheduler_with(*ALL_REPORTED, **config)
-        self.recorder = DashboardRecorder(self.scheduler, now_s)
+        self.recorder = LoneRecorder(self.scheduler, now_s)
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
         commands = self.scheduler.handle(event, now_s)

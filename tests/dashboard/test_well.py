@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import msgspec
 import pytest
+from harness.recorders import LoneRecorder
 from harness.top_frames import drawn, frame_of
 from router_harness import cluster
 
@@ -17,7 +18,6 @@ from sglang_sbs.dashboard.health import alerts, well
 from sglang_sbs.dashboard.health.alerts import Recent, find_alerts
 from sglang_sbs.dashboard.health.paces import Paces
 from sglang_sbs.dashboard.health.well import Wellness, is_all_well
-from sglang_sbs.dashboard.recorder import DashboardRecorder
 from sglang_sbs.scheduling import (
     Event,
     ForwardEnded,
@@ -274,7 +274,7 @@ def test_slowness_is_measured_in_the_passes_that_a_prompt_needs(rests_until_s: f
     scheduler = Scheduler(SchedulerConfig(policy="round_robin"))
     for name, role in ((P0, "prefill"), (D0, "decode")):
         scheduler.handle(InstanceUp(instance=name, role=role, dp_size=1, chunk_tokens=100), 0.0)
-    recorder = DashboardRecorder(scheduler, 0.0)
+    recorder = LoneRecorder(scheduler, 0.0)
     recorder.ttft.rests_until_s = rests_until_s
     requests = {str(number): tokens for number, tokens in enumerate([50] * 30 + [1000] * 10)}
     events: list[tuple[float, Event]] = [
@@ -292,7 +292,7 @@ def test_bubbles_are_the_time_without_a_pass_while_requests_waited() -> None:
     scheduler = Scheduler(SchedulerConfig())
     for name, role in ((P0, "prefill"), (D0, "decode")):
         scheduler.handle(InstanceUp(instance=name, role=role, dp_size=1, chunk_tokens=100), 0.0)
-    recorder = DashboardRecorder(scheduler, 0.0)
+    recorder = LoneRecorder(scheduler, 0.0)
     recorder.observe(RequestArrived(rid="a", prompt_tokens=9), [], 1.0)  # it waits for ever
     for number in range(1, 21):
         for kind, at_s in (("launch", 1.0 * number), ("forward", number + 0.5)):

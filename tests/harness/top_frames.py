@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from sglang_sbs.dashboard.recorder import DashboardRecorder
+from harness.recorders import LoneRecorder
 from sglang_sbs.dashboard.top_view import TopView
 from sglang_sbs.scheduling import InstanceUp, RequestArrived, Scheduler, SchedulerConfig
 
@@ -15,7 +15,7 @@ from sglang_sbs.scheduling import InstanceUp, RequestArrived, Scheduler, Schedul
 def frame_of(prefill: int, decode: int, dp_size: int = 8) -> dict[str, Any]:
     """A real frame of a scheduler with so many instances and some requests."""
     scheduler = Scheduler(SchedulerConfig())
-    recorder = DashboardRecorder(scheduler, 1.0)
+    recorder = LoneRecorder(scheduler, 1.0)
     for role, count in (("prefill", prefill), ("decode", decode)):
         for number in range(count):
             name = f"http://{role}-{number}.example:30000"
