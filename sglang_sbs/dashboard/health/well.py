@@ -17,7 +17,7 @@ _ORDER = (
     *("failing", "throttled", "slow_prefill", "decode_full", "fallback", "stale", "not_holding"),
     *("slow_way", "bubbles", "cost_model", "slow_ttft", "queue", "refused", "problem", "drained"),
 )
-"""Kinds of alerts, causes before their consequences: orders equally severe alerts."""
+"""All kinds of alerts, causes before their consequences: orders equally severe alerts."""
 
 
 class Wellness(msgspec.Struct, frozen=True):
@@ -39,7 +39,7 @@ def is_all_well(snapshot: Snapshot, alerts: Sequence[Alert]) -> Wellness:
     snapshot."""
     if not alerts:
         return Wellness("green", _running(snapshot), "")
-    first = min(alerts, key=lambda alert: (alert.severity != "critical", _place(alert.kind)))
+    first = min(alerts, key=lambda alert: (alert.severity != "critical", _ORDER.index(alert.kind)))
     return Wellness(
         "red" if first.severity == "critical" else "amber",
         first.text,
@@ -48,10 +48,6 @@ def is_all_well(snapshot: Snapshot, alerts: Sequence[Alert]) -> Wellness:
         first.subject,
         len(alerts) - 1,
     )
-
-
-def _place(kind: str) -> int:
-    return _ORDER.index(kind) if kind in _ORDER else len(_ORDER)
 
 
 def _running(snapshot: Snapshot) -> str:
