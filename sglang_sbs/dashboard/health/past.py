@@ -52,7 +52,8 @@ class AlertHistory:
             if not past.over and key not in present:
                 past.over = True
                 self.changes += 1
-        self._forget(now_s)
+        for past in [past for past in self._kept if past.over and now_s - past.seen_s > KEPT_S]:
+            self._drop(past)
 
     def since_s(self, alert: Alert, now_s: float) -> float:
         """Return the start of an alert that is active at ``now_s``."""
@@ -73,8 +74,11 @@ class AlertHistory:
         ]
 
     def _begin(self, key: _Key, alert: Alert, now_s: float) -> None:
-        if len(self._kept) >= MOST_KEPT and not self._drop_oldest():
-            return
+        if len(self._kept) >= MOST_KEPT:
+            oldest = next((past for past in self._kept if past.over), None)
+            if oldest is None:
+                return  # all kept alerts are active
+            self._drop(oldest)
         self._last[key] = past = PastAlert(alert, now_s, now_s)
         self._kept.append(past)
 
@@ -87,17 +91,6 @@ class AlertHistory:
         # The text contains figures: those of the most severe moment are kept.
         if known.alert.severity == "warning" or alert.severity == "critical":
             known.alert = alert
-
-    def _forget(self, now_s: float) -> None:
-        for past in [past for past in self._kept if past.over and now_s - past.seen_s > KEPT_S]:
-            self._drop(past)
-
-    def _drop_oldest(self) -> bool:
-        """Drop the oldest ended alert; returns False if all kept alerts are active."""
-        oldest = next((past for past in self._kept if past.over), None)
-        if oldest is not None:
-            self._drop(oldest)
-        return oldest is not None
 
     def _drop(self, past: PastAlert) -> None:
         self._kept.remove(past)
