@@ -45,10 +45,8 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         options, given = read_flags(arguments, prog)
-        if given.args.print_config:
-            return _print_config(options, given)
-        if given.args.check:
-            return _check(options, [word for word in arguments if word != "--check"])
+        if given.args.print_config or given.args.check:
+            return _examine(options, given, arguments)
         if options.role != "front-end" and (lacking := options.roles_without_workers):
             raise FlagError(
                 f"no {' and no '.join(lacking)} workers: give at least one --prefill URL "
@@ -86,22 +84,18 @@ def main(argv: Sequence[str] | None = None, prog: str | None = None) -> int:
         return 130
 
 
-def _print_config(options: RouterOptions, given: Sourced) -> int:
+def _examine(options: RouterOptions, given: Sourced, arguments: Sequence[str]) -> int:
+    """Print a valid command line (``--print-config``), or run the doctor on the engines that it
+    names (``--check``). Returns the doctor's exit code; 0 without a pair of engines to examine."""
     for warning in options.warnings:
         print(f"warning: {warning}", file=sys.stderr)
-    print(shown_config(given), end="")
-    return 0
-
-
-def _check(options: RouterOptions, arguments: Sequence[str]) -> int:
-    """Run the doctor on the engines that a valid command line names. Returns the doctor's exit
-    code, or 0 if there is no pair of engines to examine."""
-    for warning in options.warnings:
-        print(f"warning: {warning}", file=sys.stderr)
+    if given.args.print_config:
+        print(shown_config(given), end="")
+        return 0
     if options.prefill and options.decode:
         from sglang_sbs.doctor.cli import main as examine  # not needed for serving
 
-        return examine(arguments)
+        return examine([word for word in arguments if word != "--check"])
     print("the flags can be used; they name no pair of engines that could be examined")
     return 0
 
