@@ -28,6 +28,7 @@ from sglang_sbs.router.errors import ErrorStyle, RouterError
 from sglang_sbs.router.options.router_options import RouterOptions
 from sglang_sbs.router.relay.in_flight import InFlight
 from sglang_sbs.router.requests.body_fields import bad_request
+from sglang_sbs.router.telemetry.metrics_port import page_of
 from sglang_sbs.router.workers.worker import Worker
 from sglang_sbs.router.workers.worker_view import describe_worker
 
@@ -354,8 +355,7 @@ class Control:
         if not page:
             why = "no worker serves /metrics: start engines with --enable-metrics"
             raise RouterError(503, "no_engine_metrics", why)
-        headers = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
-        return await send(request, web.Response(body=page, headers=headers))
+        return await send(request, page_of(page))
 
     async def _merged_metrics(self) -> bytes:
         answers = await self._ask_all(list(self._registry), "GET", "/metrics")
