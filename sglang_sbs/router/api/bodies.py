@@ -9,6 +9,7 @@ from aiohttp import web
 
 from sglang_sbs.router.client.intake import Bodies
 from sglang_sbs.router.requests.body_fields import bad_request
+from sglang_sbs.router.requests.raw_json import JsonError, value_of
 
 MAX_BODY_BYTES = 1 << 20
 """Limit on the JSON body of a request that changes the cluster; adding a worker takes a few hundred
@@ -30,11 +31,12 @@ async def read_object(request: web.Request, bodies: Bodies) -> dict[str, Any]:
 
 
 def json_object(raw: bytes | bytearray) -> dict[str, Any]:
-    """Parse a JSON object. Raises: RouterError (400), it is invalid JSON or not an object."""
+    """Parse a JSON object. Raises: RouterError (400), it is not one, or its objects would take far
+    more memory than ``raw``."""
     try:
-        value = orjson.loads(raw)
-    except orjson.JSONDecodeError as error:
-        raise bad_request(f"not valid JSON: {error}") from error
+        value = value_of(raw)
+    except JsonError as error:
+        raise bad_request(str(error)) from error
     if not isinstance(value, dict):
         raise bad_request("must be a JSON object")
     return value

@@ -15,7 +15,7 @@ from aiohttp import web
 from tokenizers import Tokenizer
 
 from sglang_sbs.dashboard.pages import Handler
-from sglang_sbs.router.api.bodies import json_answer
+from sglang_sbs.router.api.bodies import json_answer, json_object
 from sglang_sbs.router.client.answer_stream import send
 from sglang_sbs.router.errors import RouterError
 from sglang_sbs.router.lanes import LONG_BYTES
@@ -29,7 +29,6 @@ from sglang_sbs.router.requests.raw_json import (
     first_byte,
     members_of,
     token_ids_of,
-    value_of,
 )
 
 _MAX_BODY_BYTES = 4 << 20
@@ -94,7 +93,7 @@ class Tokenizing:
             return await send(request, web.Response(body=body, content_type="application/json"))
 
     def _tokens(self, tokenizer: ChatTokenizer, raw: bytes | bytearray) -> dict[str, Any]:
-        body = _object_of(raw)
+        body = json_object(raw)
         prompt, messages = body.get("prompt"), body.get("messages")
         if (prompt is None) == (messages is None):
             raise bad_request("exactly one of prompt and messages must be given")
@@ -124,18 +123,6 @@ class Tokenizing:
             return tokenizer.max_length
         known = (w.info.max_request_tokens for w in self._relay.attempts.registry if w.info)
         return max(known, default=0) or -1
-
-
-def _object_of(raw: bytes | bytearray) -> dict[str, Any]:
-    """Parse a JSON object. Raises: RouterError (400), it is invalid, or its objects would take far
-    more memory than ``raw``."""
-    try:
-        body = value_of(raw)
-    except JsonError as error:
-        raise bad_request(str(error)) from error
-    if not isinstance(body, dict):
-        raise bad_request("must be a JSON object")
-    return body
 
 
 def _chat_ids(tokenizer: ChatTokenizer, body: dict[str, Any]) -> list[int]:
