@@ -153,7 +153,6 @@ class Refused(RouterError):
         status, code = _REFUSALS[cause]
         later_s = None if status == 400 else retry_after_s
         super().__init__(status, code, message, retry_after_s=later_s)
-        self.cause = cause
 
 
 class LegFailure(RouterError):
