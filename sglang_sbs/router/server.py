@@ -112,9 +112,8 @@ class RouterServer:
         except BaseException:
             await self.stop(grace_s=0.0)
             raise
-        self._tasks.append(asyncio.create_task(self.tokenizers.watch()))
-        self._tasks.append(asyncio.create_task(self._log_minutes()))
-        self._tasks.append(asyncio.create_task(self._loop_watch.run()))
+        for work in (self.tokenizers.watch(), self._log_minutes(), self._loop_watch.run()):
+            self._tasks.append(asyncio.create_task(work))
 
     def _build(self) -> None:
         options = self.options
