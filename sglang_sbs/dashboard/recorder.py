@@ -178,8 +178,7 @@ class DashboardRecorder:
 
     def _on_ended(self, event: RequestEnded, _now_s: float) -> None:
         self._waiting.pop(event.rid, None)
-        if self.ttft.follows(event.rid):
-            self.ttft.on_ended(event.rid)
+        self.ttft.on_ended(event.rid)
 
     def request_over(
         self, timeline: Timeline, parts_s: Mapping[str, float] | None, now_s: float
