@@ -58,10 +58,10 @@ def prefill_shown(
 def pass_shown(a_pass: ShownPass) -> list[Any]:
     """Return a pass as a list: instance, start, end, preceding gap, wasted part of that gap, and
     tokens per rank."""
-    times_s = round(a_pass.start_s, 3), round(a_pass.end_s, 3)
     return [
         a_pass.instance,
-        *times_s,
+        round(a_pass.start_s, 3),
+        round(a_pass.end_s, 3),
         round(a_pass.gap_s, 4),
         round(a_pass.waste_s, 4),
         a_pass.tokens,
