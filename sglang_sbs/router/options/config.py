@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -175,22 +176,19 @@ def parse_selector(words: Sequence[str]) -> str:
 class AccessLog:
     """Selects which responses the access log contains; errors are always logged."""
 
-    successes: bool = True
-    slow_s: float | None = None
-    """Log only successes whose first byte took at least this long; ``None`` logs all."""
+    slow_s: float = 0.0
+    """Log only successes whose first byte took at least this long; infinity logs none."""
 
     def has(self, status: int, waited_s: float) -> bool:
-        if status >= 400 or (self.successes and self.slow_s is None):
-            return True
-        return self.successes and self.slow_s is not None and waited_s >= self.slow_s
+        return status >= 400 or waited_s >= self.slow_s
 
 
 def parse_access_log(text: str) -> AccessLog:
     """Parse ``all``, ``errors``, or ``slow:`` and a time in s or ms. Raises: ValueError, none of
     these."""
     if text in ("all", "errors"):
-        return AccessLog(successes=text == "all")
+        return AccessLog(0.0 if text == "all" else math.inf)
     found = re.fullmatch(r"slow:([0-9]{1,9}(?:\.[0-9]{1,6})?)(ms|s)", text)
     if found is None:
         raise ValueError(f"{text!r} is not all, errors or slow:TIME, as in slow:2s or slow:500ms")
-    return AccessLog(slow_s=float(found[1]) / (1000 if found[2] == "ms" else 1))
+    return AccessLog(float(found[1]) / (1000 if found[2] == "ms" else 1))
