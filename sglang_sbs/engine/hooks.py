@@ -74,10 +74,8 @@ class RankHook:
         self.errors = 0
         self._reader: SchedulerReader | None = None
         self._sink: Publisher | None = None
-        self._rids: list[str] = []
-        """Ids of the accepted requests not reported yet."""
         self._accepted: list[Accepted] = []
-        """Details of the accepted requests in ``_rids``, not reported yet."""
+        """Accepted requests not reported yet."""
         self._processing: Any = None
         """The result that SGLang is processing."""
         # The last completed pass, and the last message.
@@ -221,9 +219,7 @@ class RankHook:
         if reader.accepted(req, role):
             reader.said.accepted_requests += 1
             reader.said.accepted_tokens += len(req.origin_input_ids)
-            accepted = collect.describe_accepted(req, role, self._clock())
-            self._rids.append(accepted.rid)
-            self._accepted.append(accepted)
+            self._accepted.append(collect.describe_accepted(req, role, self._clock()))
 
     def _on_abort(self, reader: SchedulerReader, recv_req: Any) -> None:
         aborted = reader.newly_aborted(recv_req, collect.read_role(reader.scheduler))
@@ -279,13 +275,14 @@ class RankHook:
         since_s = said.launch_s if launch else said.end_s
         said.age_s = 0.0 if reported is _NO_PASS else now_s - since_s
         said.sent_s = now_s
-        said.rids, said.accepted = self._rids[:MAX_RIDS], self._accepted[:MAX_RIDS]
+        said.accepted = accepted = self._accepted[:MAX_RIDS]
+        said.rids = [request.rid for request in accepted]
         said.started = list(started[:MAX_RIDS])
         said.finished = list(reported.finished[:MAX_RIDS]) if kind == "forward" else []
         said.hook_errors, said.gang_gate = self.errors, self._gang_gate()
         self._sink.send(encode_endforward(said))
         said.seq += 1
-        del self._rids[:MAX_RIDS], self._accepted[:MAX_RIDS]
+        del self._accepted[:MAX_RIDS]
         self._sent_s, self._sent_counts = now_s, counts
         said.hook_us = int((self._clock() - begun_s) * 1e6)
 
