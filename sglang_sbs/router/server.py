@@ -156,10 +156,6 @@ class RouterServer:
             metrics=self.metrics,
             in_flight=self.in_flight,
         )
-        self._attempts = attempts
-        self._policy_changed(scheduler.policy.policy)
-        # Run before the scheduler's listener, so that requests of a new policy have what it needs.
-        scheduler.policy.listeners.insert(0, self._policy_changed)
         self.relay = Relay(
             options.relay,
             attempts=attempts,
@@ -169,6 +165,9 @@ class RouterServer:
             in_flight=self.in_flight,
             lanes=self.lanes,
         )
+        self._policy_changed(scheduler.policy.policy)
+        # Run before the scheduler's listener, so that requests of a new policy have what it needs.
+        scheduler.policy.listeners.insert(0, self._policy_changed)
         self.metrics.collect_with(self._collect)
         self.metrics.collect_with(self._loop_watch.families)
 
@@ -198,7 +197,7 @@ class RouterServer:
         approximate = self.options.prefix_source in ("auto", "approximate")
         self.tokenizers.names_blocks = names
         self.prompts.names_text = names and approximate
-        self._attempts.sends_gangs = self.options.sends_gangs(policy)
+        self.relay.attempts.sends_gangs = self.options.sends_gangs(policy)
 
     def _make_scheduler(self) -> OwnScheduler | RemoteScheduler:
         options, metrics, session = self.options, self.metrics, self.session

@@ -147,7 +147,7 @@ async def test_what_a_policy_looks_at_is_there_once_it_decides() -> None:
         monitor = server.scheduler._watch._monitor
         parts = (
             lambda: server.tokenizers.names_blocks,
-            lambda: server._attempts.sends_gangs,
+            lambda: server.relay.attempts.sends_gangs,
             lambda: server.registry._expects_endforward,
             lambda: monitor.polls_loads,
         )
