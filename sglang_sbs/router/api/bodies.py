@@ -18,7 +18,7 @@ bytes."""
 
 def json_answer(
     value: Any, status: int = 200, headers: dict[str, str] | None = None
-) -> web.StreamResponse:
+) -> web.Response:
     body = orjson.dumps(value)
     return web.Response(status=status, body=body, content_type="application/json", headers=headers)
 

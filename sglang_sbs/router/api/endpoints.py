@@ -12,7 +12,6 @@ from typing import Any
 
 import aiohttp
 import msgspec
-import orjson
 from aiohttp import web
 
 from sglang_sbs.console.plain_words import counted, plain_error
@@ -411,8 +410,7 @@ class WorkerError(RouterError):
     """An error with sglang_router's format for worker endpoints, which differs from its others."""
 
     def response(self, style: ErrorStyle = "openai") -> web.Response:
-        body = orjson.dumps({"error": self.message, "code": self.code})
-        return web.Response(status=self.status, body=body, content_type="application/json")
+        return json_answer({"error": self.message, "code": self.code}, self.status)
 
 
 def _length(value: Any) -> int | None:
