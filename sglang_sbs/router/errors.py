@@ -82,11 +82,6 @@ def error_style(path: str) -> ErrorStyle:
     return "anthropic" if path.startswith(ANTHROPIC_PATH) else "openai"
 
 
-def anthropic_type(status: int) -> str:
-    """Return Anthropic's error type for an HTTP status."""
-    return _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-
-
 class RouterError(Exception):
     """An error that the client receives: as a JSON body, or as an event if the stream has begun."""
 
@@ -112,7 +107,9 @@ class RouterError(Exception):
 
     def _body(self, style: ErrorStyle, **more: int) -> bytes:
         if style == "anthropic":
-            inner = {"type": anthropic_type(self.status), "message": self.message}
+            other = "invalid_request_error" if self.status < 500 else "api_error"
+            kind = _ANTHROPIC_TYPES.get(self.status, other)
+            inner = {"type": kind, "message": self.message}
             return orjson.dumps({"type": "error", "error": inner})
         kind = reason_phrase(self.status)
         error = {"type": kind, "code": self.code, "message": self.message, "param": self.param}
