@@ -327,18 +327,15 @@ def _speed(snapshot: Snapshot, recent: Recent) -> Iterator[Alert]:
     if recent.ttft_requests >= TTFT_REQUESTS and recent.ttft_p95_passes > SLOW_TTFT:
         text = (
             f"TTFT is slow: p95 {recent.ttft_p95_s:.1f} s, {recent.ttft_p95_passes:.0f} times "
-            f"the passes that the prompts need{_mostly(recent.ttft_split_s)}"
+            "the passes that the prompts need"
         )
+        if part := longest(recent.ttft_split_s):
+            text += f", most of it {part}"
         todo = "the dashboard lists the slowest requests; sglang-sbs why ID explains each"
         if recent.load > NEAR_LIMIT:
             todo = f"prefill is near its limit (load {recent.load:.2f}): add capacity, or send less"
         severe: Severity = "critical" if recent.ttft_p95_passes > VERY_SLOW_TTFT else "warning"
         yield Alert(severe, "slow_ttft", "", text, todo)
-
-
-def _mostly(parts_s: Mapping[str, float]) -> str:
-    name = longest(parts_s)
-    return f", most of it {name}" if name else ""
 
 
 def _stale(instance: PrefillState | DecodeState, stale_s: float) -> Iterator[Alert]:
