@@ -166,6 +166,5 @@ class LocalFeed:
         self.close()
 
     def _encode(self, frame: dict[str, Any]) -> bytes:
-        frame |= {"time_s": round(time.time(), 3), "lead": self._lead()}
-        frame["trial"] = self._trial()
-        return orjson.dumps(frame)
+        now = {"time_s": round(time.time(), 3), "lead": self._lead(), "trial": self._trial()}
+        return orjson.dumps(frame | now)
