@@ -184,12 +184,12 @@ class TtftComparison:
             del self._pending[rid]
             pending.gone = pending.place is None
 
-    def advance(self, now_s: float, *, whole: bool = False) -> None:
-        """Advance the shadows as far as events are known, by at most one slice of work (unless
-        ``whole``). Call it every ``SLICE_S``."""
+    def advance(self, now_s: float) -> None:
+        """Advance the shadows as far as events are known, by at most one slice of work. Call it
+        every ``SLICE_S``."""
         self._turn(now_s)
         instances = len(self._clusters[MODELLED].instances)
-        left = math.inf if whole else _SLICE_US / (_REQUEST_US + _INSTANCE_US * instances)
+        left = _SLICE_US / (_REQUEST_US + _INSTANCE_US * instances)
         while self._undecided and left > 0:
             head = self._undecided[0]
             if head.place is None and not head.gone and now_s - head.arrived_s < _UNDECIDED_S:

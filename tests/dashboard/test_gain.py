@@ -69,7 +69,9 @@ def run(policy: str, arrivals: Sequence[tuple[float, int]], spec: ClusterSpec) -
     simulation.start(arrivals)
     simulation.end()
     assert scheduler.recorder is not None
-    scheduler.recorder.ttft.advance(1e6, whole=True)
+    for _ in range(100):  # slices, of which each takes at least a few requests
+        scheduler.recorder.ttft.advance(1e6)
+    assert not scheduler.recorder.ttft._undecided
     names = scheduler.figures[0]
     figures = {name: fmean(sample[name] for sample in scheduler.figures) for name in names}
     return fmean(
