@@ -57,9 +57,6 @@ class Memories(Measured):
     """Time constant, in seconds, with which the share that an idle instance leaves behind is
     forgotten. Otherwise a policy that avoids idle instances, because they split batches, would
     never get another sample."""
-    lead_leak_s: float = 30.0
-    """Time constant, in seconds, with which the lead's estimate from split batches falls back to
-    the latency. A few minutes after the host was busy, no effect is left."""
     lead_margin_s: float = 0.003
     """Least dispatch lead beyond the latency, in seconds: the resolution of the measured times."""
 

@@ -99,3 +99,30 @@ def test_a_lead_that_rose_with_the_latency_falls_with_it():
         lead.observe(seen, 0.0, ranks=8, load=0.5, latency_s=10 * LATENCY_S, pass_s=PASS_S)
     assert lead.lead_s(10 * LATENCY_S) == pytest.approx(10 * LATENCY_S + TUNING.lead_margin_s)
     assert lead.lead_s(LATENCY_S) == pytest.approx(LATENCY_S + TUNING.lead_margin_s)
+
+
+def split(lead: DispatchLead, batches: int) -> float:
+    for _ in range(batches):
+        observe(lead, left_behind=[lead.lead_s(LATENCY_S)])
+    return lead.lead_s(LATENCY_S)
+
+
+def test_a_lead_from_split_batches_falls_once_none_is_split_any_more():
+    lead = DispatchLead()
+    busy_s = split(lead, 100)
+    assert busy_s > LATENCY_S + PASS_S / 2
+    for _ in range(8 * 400):  # 400 passes, 8 ranks
+        observe(lead, landed=[LATENCY_S])
+    assert lead.lead_s(LATENCY_S) < LATENCY_S + (busy_s - LATENCY_S) / 8
+
+
+def test_a_lead_from_split_batches_stays_while_the_tolerated_share_is_split():
+    lead = DispatchLead()
+    busy_s = split(lead, 100)
+    for _ in range(100):
+        beyond_s = lead.lead_s(LATENCY_S) - LATENCY_S
+        launches = int(8 * PASS_S / (TUNING.split_share * beyond_s))  # in which one is due
+        for _ in range(launches - 1):
+            observe(lead, landed=[LATENCY_S])
+        split(lead, 1)
+    assert lead.lead_s(LATENCY_S) == pytest.approx(busy_s, rel=0.1)

@@ -36,8 +36,8 @@ class DispatchLead:
         arrive one by one, and the engine starts with the first."""
         self._split_s = 0.0
         """Time when ``_split_share`` was last updated."""
-        self._leaked_s = 0.0
-        """Time of the last :meth:`_leak`."""
+        self._splits_due = 0.0
+        """Number of split batches expected by the tolerated share since the last one."""
 
     def forget(self) -> None:
         """Discard both quantiles, so that the lead starts again at the dispatch latency."""
@@ -79,7 +79,6 @@ class DispatchLead:
         if seen.split_share is not None:
             self._split_share += TUNING.split_step * (seen.split_share - self._split_share)
         lead_s = self.lead_s(latency_s)
-        self._leak(latency_s, now_s)
         landed = sum([s <= 2 * lead_s for s in seen.landed_s])
         idled = sum([s >= lead_s / 2 for s in seen.idled_s])
         left_behind = sum([s >= lead_s / 2 for s in seen.left_behind_s])
@@ -95,14 +94,15 @@ class DispatchLead:
         split_step_s = TUNING.lead_step * pass_s * ((left_behind > 0) - split_share / max(1, ranks))
         self._idle_s = _stepped(self._idle_s, idle_step_s, least_s, most_s)
         self.left_behind_s = _stepped(self.left_behind_s, split_step_s, least_s, most_s)
+        self._leak(least_s, 0.0 if left_behind else split_share / max(1, ranks))
 
-    def _leak(self, latency_s: float, now_s: float) -> None:
-        """Lower the left-behind estimate with time, because few messages report a split batch."""
-        kept = math.exp(-max(0.0, now_s - self._leaked_s) / TUNING.lead_leak_s)
-        self._leaked_s = now_s
-        least_s = latency_s + TUNING.lead_margin_s
-        if self.left_behind_s > least_s:
-            self.left_behind_s = least_s + kept * (self.left_behind_s - least_s)
+    def _leak(self, least_s: float, due: float) -> None:
+        """Lower the left-behind estimate if no batch was split for longer than the tolerated share
+        explains: the network or host has become faster. ``due``: split batches that this launch
+        adds to those due since the last one; 0: it split a batch."""
+        self._splits_due = self._splits_due + due if due else 0.0
+        if self._splits_due > 1 and self.left_behind_s > least_s:
+            self.left_behind_s = least_s + math.exp(-due) * (self.left_behind_s - least_s)
 
 
 def _stepped(estimate_s: float, step_s: float, least_s: float, most_s: float) -> float:
