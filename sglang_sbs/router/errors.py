@@ -247,7 +247,7 @@ def leg_aborted(leg: Leg, worker: str, status: int, message: str) -> LegFailure:
     """Return the error for a request that the engine ended with finish reason ``abort``; ``status``
     comes from that reason."""
     code = f"{leg}_{_LEG_CODES.get(status, 'error')}"
-    message = _without_secrets(message)
+    message = shown_message(message)
     return LegFailure(leg, worker, status, code, message or f"request aborted by {leg} worker")
 
 
@@ -257,10 +257,10 @@ def engine_message(body: bytes) -> str:
     found = _message_in(body) if len(body) <= MAX_ERROR_BYTES else None
     if found is None:
         found = body[: 4 * MAX_MESSAGE_CHARS].decode("utf-8", "replace").strip()
-    return _without_secrets(found)
+    return shown_message(found)
 
 
-def _without_secrets(message: str) -> str:
+def shown_message(message: str) -> str:
     """Truncate an engine's message and hide secrets, as it may quote launch flags or a model's
     storage."""
     return text_without_secrets(message[: 4 * MAX_MESSAGE_CHARS])[:MAX_MESSAGE_CHARS]

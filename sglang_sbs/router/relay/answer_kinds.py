@@ -11,12 +11,12 @@ from typing import Any, ClassVar
 import orjson
 
 from sglang_sbs.router.errors import (
-    MAX_MESSAGE_CHARS,
     ErrorStyle,
     Leg,
     LegFailure,
     leg_aborted,
     leg_status_failure,
+    shown_message,
 )
 from sglang_sbs.router.limits import MAX_COUNT, clamped_count
 from sglang_sbs.router.relay.event_reader import Sign, StreamKind
@@ -341,7 +341,7 @@ ANSWER_KINDS: dict[RouteKind, AnswerKind] = {
 def _reported(worker: str, status: int, error: dict[str, Any]) -> LegFailure:
     """Return decode's failure with the message of the ``error`` object in a stream's event."""
     failure = leg_status_failure("decode", worker, status, b"")
-    failure.message = str(error.get("message") or failure.message)[:MAX_MESSAGE_CHARS]
+    failure.message = shown_message(str(error.get("message") or failure.message))
     return failure
 
 

@@ -92,6 +92,16 @@ async def test_an_error_event_at_the_start_of_a_stream_becomes_a_status() -> Non
             assert (await response.json())["error"]["message"] == "out of memory"
 
 
+async def test_an_error_event_does_not_show_the_engines_keys() -> None:
+    async with cluster(*ONE_TRY) as c:
+        message = "bad launch: --api-key s3cret-of-the-engine"
+        c.decode[0].behaviour = Behaviour(stream_error=True, message=message)
+        async with c.post("/generate", {"text": "x", "stream": True}) as response:
+            text = (await response.json())["error"]["message"]
+            assert "bad launch" in text
+            assert "s3cret" not in text
+
+
 async def test_a_prefill_failure_after_decodes_first_byte_changes_nothing() -> None:
     async with cluster(*ONE_TRY) as c:
         c.prefill[0].reply_gate.close()
