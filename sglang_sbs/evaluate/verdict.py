@@ -108,8 +108,10 @@ class Evaluation:
         return self._policies
 
     def _draws(self, policy: str) -> list[list[float]]:
-        mine = [row["ttft_s"] for row in self._rows if row["policy"] == policy]
-        return [[ttft_s[i] for i in self._counted] for ttft_s in mine]
+        mine = [row for row in self._rows if row["policy"] == policy]
+        # Processes finish in any order, and intervals are drawn from the results in this one.
+        mine.sort(key=lambda row: row["draw"])
+        return [[row["ttft_s"][i] for i in self._counted] for row in mine]
 
     def by_block(self) -> tuple[list[float], list[float], list[float]]:
         """Return three lists by block of time, in seconds: mean arrival, measured mean TTFT and
