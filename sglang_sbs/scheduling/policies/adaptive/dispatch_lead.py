@@ -25,7 +25,8 @@ from sglang_sbs.scheduling.prefill.observation import Observation
 class DispatchLead:
     """Robbins-Monro estimates of the two quantiles whose maximum is the dispatch lead, in seconds,
     and of the share of a batch that idle instances leave behind. The quantiles forget as they
-    learn, because a step in one direction undoes one in the other."""
+    learn, because a step in one direction undoes one in the other. Split batches are rare, so their
+    estimate also falls once more of them are due than are seen."""
 
     def __init__(self) -> None:
         self._idle_s = 0.0
@@ -37,7 +38,7 @@ class DispatchLead:
         self._split_s = 0.0
         """Time when ``_split_share`` was last updated."""
         self._splits_due = 0.0
-        """Number of split batches expected by the tolerated share since the last one."""
+        """Number of split batches that the tolerated share predicts since the last one."""
 
     def forget(self) -> None:
         """Discard both quantiles, so that the lead starts again at the dispatch latency."""
@@ -86,22 +87,17 @@ class DispatchLead:
         if count == 0:
             return  # as most reports
         beyond_s = max(TUNING.lead_margin_s, self.left_behind_s - latency_s)
-        split_share = TUNING.split_share * beyond_s / pass_s
+        due = TUNING.split_share * beyond_s / pass_s / max(1, ranks)
         idle_share = (1 - load) / (2 - load)
         least_s = latency_s + TUNING.lead_margin_s
         most_s = max(least_s, pass_s)
         idle_step_s = TUNING.lead_step * pass_s * (idled / count - idle_share)
-        split_step_s = TUNING.lead_step * pass_s * ((left_behind > 0) - split_share / max(1, ranks))
+        split_step_s = TUNING.lead_step * pass_s * ((left_behind > 0) - due)
         self._idle_s = _stepped(self._idle_s, idle_step_s, least_s, most_s)
         self.left_behind_s = _stepped(self.left_behind_s, split_step_s, least_s, most_s)
-        self._leak(least_s, 0.0 if left_behind else split_share / max(1, ranks))
-
-    def _leak(self, least_s: float, due: float) -> None:
-        """Lower the left-behind estimate if no batch was split for longer than the tolerated share
-        explains: the network or host has become faster. ``due``: split batches that this launch
-        adds to those due since the last one; 0: it split a batch."""
-        self._splits_due = self._splits_due + due if due else 0.0
+        self._splits_due = 0.0 if left_behind else self._splits_due + due
         if self._splits_due > 1 and self.left_behind_s > least_s:
+            # Splits stopped for longer than chance explains: the network or host became faster.
             self.left_behind_s = least_s + math.exp(-due) * (self.left_behind_s - least_s)
 
 
