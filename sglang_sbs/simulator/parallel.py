@@ -23,6 +23,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 def processes(workers: int | None) -> int:
+    """Return the number of processes; by default one per core available to this process."""
     return workers or len(os.sched_getaffinity(0))
 
 

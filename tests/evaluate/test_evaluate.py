@@ -16,6 +16,7 @@ from sglang_sbs.cli import main as sglang_sbs
 from sglang_sbs.evaluate import cli
 from sglang_sbs.evaluate.fitting.recording import read_recording
 from sglang_sbs.evaluate.replayed import RAN, run
+from sglang_sbs.evaluate.verdict import Evaluation
 from sglang_sbs.evaluate.workload import workload_of
 from sglang_sbs.scheduling import (
     Dispatch,
@@ -38,6 +39,19 @@ def evaluate(log: Path, *flags: str) -> tuple[int, dict]:
 
 def p99(values: list[float]) -> float:
     return sorted(values)[int(0.99 * len(values))]
+
+
+def test_intervals_do_not_depend_on_which_simulation_ends_first(round_robin):
+    work = workload_of(read_recording(round_robin(1).log))
+    rows = [run(work, policy, draw) for policy in (RAN, "sbs") for draw in range(3)]
+    found = []
+    for order in (rows, rows[::-1], rows[1:] + rows[:1]):
+        evaluation = Evaluation(work)
+        for row in order:
+            evaluation.add(row)
+        found.append(evaluation.policies)
+    assert found[0]["sbs"].mean.low < found[0]["sbs"].mean.high
+    assert found == [found[0]] * 3
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])

@@ -149,6 +149,7 @@ def with_jitter(cost: PassCost, passes: Iterable[RecordedPass]) -> tuple[PassCos
 
 
 def predict_s(cost: PassCost, a_pass: RecordedPass) -> float:
+    """Return the forward time of a recorded pass in seconds, as the cost predicts it."""
     return cost.pass_s(a_pass.tokens, a_pass.pairs, a_pass.requests)
 
 
@@ -213,6 +214,7 @@ def _row(a_pass: RecordedPass, cost: PassCost) -> list[float]:
 
 
 def slowest_rank(cost: PassCost, a_pass: RecordedPass) -> int:
+    """Return the DP rank of a recorded pass that takes longest by the cost."""
     return max(
         range(len(a_pass.tokens)),
         key=lambda d: cost.rank_s(a_pass.tokens[d], a_pass.pairs[d], a_pass.requests[d]),
