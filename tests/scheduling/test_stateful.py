@@ -256,16 +256,14 @@ class SchedulerMachine(World, RuleBasedStateMachine):
         for instance in self.scheduler.prefill.values():
             assert instance.ranks.backlog_tokens == sum(r.backlog_tokens for r in instance.ranks)
             assert instance.ranks.has_room == any(c > 0 for c in instance.ranks.c_avail())
-            assert instance.ranks.has_flight == any(len(r.flight) for r in instance.ranks)
+            in_flight = [request for rank in instance.ranks for request in rank.flight]
+            assert instance.ranks.has_flight == any(r.sent is not None for r in in_flight)
             assert instance.ranks.has_outstanding == any(r.requests for r in instance.ranks)
             for rank in instance.ranks:
                 flight_tokens = [request.flight_tokens for request in rank.flight]
                 assert rank.flight.total == sum(flight_tokens)
                 assert min(flight_tokens, default=0) >= 0
-                assert all(
-                    request.sent and rank.requests[request.rid] is request
-                    for request in rank.flight
-                )
+                assert all(rank.requests[request.rid] is request for request in rank.flight)
                 assert rank.outstanding_tokens == sum(r.tokens for r in rank.requests.values())
                 assert rank.queued_tokens >= 0
         for decode in self.scheduler.decode.values():

@@ -23,6 +23,7 @@ from sglang_sbs.scheduling.policies.tuning import TUNING
 from sglang_sbs.simulator import cli
 from sglang_sbs.simulator.cli import build_parser, main
 from sglang_sbs.simulator.cluster.cost import PassCost, save_cost
+from sglang_sbs.simulator.experiments import trials
 from sglang_sbs.simulator.experiments.tables import load_tables
 
 SMALL = ["--prefill", "1", "--dp", "2", "--duration", "24", "--workers", "1"]
@@ -423,6 +424,22 @@ def test_an_interrupted_plan_says_nothing_of_what_it_did_not_simulate(monkeypatc
     assert "At 171 QPS (now) sbs needs more than 2 prefill instances" in out
     assert "; eta more than 1." in out
     assert "interrupted after 3 of 6 runs; the results so far follow" in err
+
+
+def test_an_interrupted_trial_shows_the_runs_that_ended(monkeypatch, capsys):
+    real, made = trials.run_trial, []
+
+    def run_two(*args):
+        if len(made) == 2:
+            raise KeyboardInterrupt
+        made.append(real(*args))
+        return made[-1]
+
+    monkeypatch.setattr(trials, "run_trial", run_two)
+    flags = "--loads 0.5 --runs 3 --slots 10 --slot 3 --dp 2 --workers 1"
+    assert main(["trial", *flags.split()]) == 130
+    out, err = capsys.readouterr()
+    assert "interrupted after 2 of 3 runs; the results so far follow" in err and out
 
 
 def test_an_interrupt_is_one_line(monkeypatch, capsys):

@@ -76,7 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run, print, write; exit code 2 for bad arguments."""
+    """Run, print, write. Return 0; 2 for bad arguments; 130 if interrupted."""
     parser = build_parser()
     args = parser.parse_args(argv)
     common.check_outputs(args, parser)
@@ -97,13 +97,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         for load, seed in product(args.loads, seeds)
     ]
     console = common.open_console()
+    interrupted = False
     try:
         rows = run_with_progress(tasks, console, args.workers)
     except Interrupted as error:
-        rows = common.kept(error, len(tasks), "simulate trial")
+        rows, interrupted = common.kept(error, len(tasks), "simulate trial"), True
     table_of(rows).print(console)
     common.write_json(rows, args.json, console)
-    return 0
+    return 130 if interrupted else 0
 
 
 def run_trial(job: Job, spec: TrialSpec, difference: float) -> Row:
