@@ -163,7 +163,7 @@ class RemoteScheduler:
                 removed=lambda worker: metrics.forget(worker.url),
             )
         )
-        self.registry.report = link.tell
+        self.registry.report = link.send_message
         link.abort, link.find = in_flight.abort, in_flight.recent.story
         link.dashboard_frame = self.feed.deliver
 

@@ -197,7 +197,7 @@ class FakeLine:
     def receive(self, message: FromScheduler) -> None:
         self._receive(message)
 
-    def tell(self, message: ToScheduler) -> bool:
+    def send_message(self, message: ToScheduler) -> bool:
         return self._net.to_scheduler(self, message)
 
     def drain(self) -> None: ...
@@ -256,7 +256,7 @@ class FrontEnd:
             alone_changed=self.alone_changes.append,
             times=times,
         )
-        self.registry.report, self.link.abort = self.link.tell, self._abort
+        self.registry.report, self.link.abort = self.link.send_message, self._abort
 
     def _found_out(self, event: Event) -> None:
         self.link.submit(event)

@@ -48,7 +48,7 @@ class RemoteFeed:
         """Request a history, then frames: from the fallback if in use, else from the scheduler."""
         pump = self._link.pump
         if pump is None:
-            self._link.tell(WatchDashboard(history=True))
+            self._link.send_message(WatchDashboard(history=True))
             self._stop = self._want_no_more
         else:
             self._stop()
@@ -56,7 +56,7 @@ class RemoteFeed:
             self._stop = self._own.watch(self.deliver)
 
     def _want_no_more(self) -> None:
-        self._link.tell(WatchDashboard(ended=True))
+        self._link.send_message(WatchDashboard(ended=True))
 
     def deliver(self, payload: bytes, full: bool) -> None:
         """Pass on a frame: a history (``full``) to watchers that wait for one, any other frame to

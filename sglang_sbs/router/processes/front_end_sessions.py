@@ -76,7 +76,7 @@ class Hub:
     def __init__(
         self,
         members: Members,
-        tell: Callable[[bytes, messages.FromScheduler], bool],
+        send: Callable[[bytes, messages.FromScheduler], bool],
         scheduler: driver.SchedulerLike,
         lead: Lead,
         *,
@@ -98,7 +98,7 @@ class Hub:
         self.lag = Spread()
         """Histogram of how late the event loop ran each heartbeat, in seconds."""
         self._registry = members.registry
-        self._send = tell
+        self._send = send
         self._sessions: dict[bytes, _Session] = {}
         self._owners: dict[str, _Session] = {}
         self._pages: dict[str, str] = {}
@@ -137,7 +137,7 @@ class Hub:
         self.trials.close()
         sessions, self._sessions = self._sessions.values(), {}
         for session in sessions:
-            self.tell(session.identity, self._lead.turned_away())
+            self.send_message(session.identity, self._lead.turned_away())
         self._abort(*sessions)
         self._pages.clear()  # the next active scheduler requests them
 
@@ -183,8 +183,8 @@ class Hub:
         self, session: _Session, question: messages.AskMetrics | messages.Abort | messages.FindStory
     ) -> tuple[_Session, _Answer | None]:
         """Ask one front end; return its session and the answer, ``None`` if none came in time."""
-        tell = partial(self.tell, session.identity)
-        answer = await self._asked.ask(tell, question, self._times.answer_s)
+        send = partial(self.send_message, session.identity)
+        answer = await self._asked.ask(send, question, self._times.answer_s)
         if answer is None:
             logger.warning("front end %s does not respond", session.name)
         return session, answer
@@ -199,12 +199,14 @@ class Hub:
     def receive(self, identity: bytes, message: messages.ToScheduler) -> None:
         session = self._sessions.get(identity)
         if isinstance(message, messages.Look):
-            self.tell(identity, self._lead.looked(message, ready=self.settled and self.stands))
+            self.send_message(
+                identity, self._lead.looked(message, ready=self.settled and self.stands)
+            )
         elif isinstance(message, Hello):
             self._hello(identity, message)
         elif session is None:
             unknown = messages.Unwelcome() if self._lead.active else self._lead.turned_away()
-            self.tell(identity, unknown)
+            self.send_message(identity, unknown)
         else:
             self._on_message(session, message)
 
@@ -228,11 +230,11 @@ class Hub:
                 del failure["left_room"]
                 self._registry.leg_failed(LegFailure(**failure))
             case message if isinstance(message, messages.Change):
-                self.tell(identity, self._change(message))
+                self.send_message(identity, self._change(message))
             case messages.SwitchPolicy():
-                self.tell(identity, self._switch(session, message))
+                self.send_message(identity, self._switch(session, message))
             case messages.AskTrial():
-                self.tell(identity, self._ask_trial(message))
+                self.send_message(identity, self._ask_trial(message))
             case messages.AbortElsewhere():
                 self._in_background(self._abort_elsewhere(session, message))
             case messages.AskStory():
@@ -248,7 +250,7 @@ class Hub:
 
     def _send_frames(self, session: _Session, *, wanted: bool) -> None:
         def take(payload: bytes, full: bool) -> None:
-            self.tell(session.identity, messages.DashboardFrame(payload=payload, full=full))
+            self.send_message(session.identity, messages.DashboardFrame(payload=payload, full=full))
 
         session.stop_frames()
         session.stop_frames = self.frames(take) if wanted else lambda: None
@@ -258,11 +260,11 @@ class Hub:
         if version is None:
             spoken_here = f"it uses version {hello.version}, this scheduler {VERSION}"
             reason = f"{spoken_here}: run the same sglang-sbs on both"
-            self.tell(identity, messages.Unwelcome(reason=reason))
+            self.send_message(identity, messages.Unwelcome(reason=reason))
             return
         self._lead.deposed_by(hello, self.boot_id)
         if not self._lead.active:
-            self.tell(identity, self._lead.turned_away())
+            self.send_message(identity, self._lead.turned_away())
             return
         now_s = self._loop.time()
         if self.policy.inherit(hello.policy, self._lead.term):
@@ -282,7 +284,7 @@ class Hub:
                 release=__version__,
                 policy=self.policy.state,
             )
-            self.tell(identity, welcome)
+            self.send_message(identity, welcome)
             logger.info("front end %s connected; %d now", session.name, self.front_ends)
 
     async def _abort_elsewhere(self, session: _Session, message: messages.AbortElsewhere) -> None:
@@ -290,7 +292,7 @@ class Hub:
         others = (other for other in self._sessions.values() if other is not session)
         answers = await asyncio.gather(*(self._ask(other, question) for other in others))
         count = sum(answer.count for _, answer in answers if isinstance(answer, messages.Aborted))
-        self.tell(session.identity, messages.Done(call=message.call, count=count))
+        self.send_message(session.identity, messages.Done(call=message.call, count=count))
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -314,7 +316,7 @@ class Hub:
                         story = found
         known = bool(story.attempts or story.sent)
         payload = msgspec.json.encode(story) if known else b""
-        self.tell(session.identity, messages.Done(call=message.call, payload=payload))
+        self.send_message(session.identity, messages.Done(call=message.call, payload=payload))
 
     def _change(self, message: messages.Change) -> messages.Done:
         try:
@@ -400,15 +402,15 @@ class Hub:
 
     def silenced(self, worker: Worker) -> None:
         self._flush()
-        self._tell_all(messages.Silenced(worker=worker.url))
+        self._send_to_all(messages.Silenced(worker=worker.url))
 
-    def tell(self, identity: bytes, message: messages.FromScheduler) -> bool:
+    def send_message(self, identity: bytes, message: messages.FromScheduler) -> bool:
         """Send a message with the current term; return False if the session's socket is gone."""
         return self._send(identity, msgspec.structs.replace(message, term=self._lead.term))
 
-    def _tell_all(self, message: messages.FromScheduler) -> None:
+    def _send_to_all(self, message: messages.FromScheduler) -> None:
         for session in list(self._sessions.values()):
-            if not self.tell(session.identity, message):
+            if not self.send_message(session.identity, message):
                 self._end_session(session, "its connection is gone")
 
     def _flush_soon(self) -> None:
@@ -433,11 +435,11 @@ class Hub:
             return  # a standby sends nothing
         if self._published_s == 0.0:
             self._published_s = self._loop.time()
-            self._tell_all(self._cluster())
+            self._send_to_all(self._cluster())
         for session in list(self._sessions.values()):
             if session.outbox:
                 commands, session.outbox = session.outbox, []
-                if not self.tell(session.identity, messages.Decisions(commands=commands)):
+                if not self.send_message(session.identity, messages.Decisions(commands=commands)):
                     self._end_session(session, "its connection is gone")
 
     async def _tick(self) -> None:
@@ -462,8 +464,8 @@ class Hub:
                 self._end_session(session, f"silent for {now_s - session.last_message_s:.1f} s")
         if now_s - self._published_s >= self._times.cluster_s:
             self._published_s = now_s
-            self._tell_all(self._cluster(self.pump.snapshot()))
-        self._tell_all(messages.Alive())
+            self._send_to_all(self._cluster(self.pump.snapshot()))
+        self._send_to_all(messages.Alive())
 
     def _end_session(self, session: _Session, why: str) -> None:
         del self._sessions[session.identity]

@@ -125,18 +125,18 @@ class SchedulerLink(Dispatcher):
     def _report(self, event: messages.OfRequests) -> None:
         if self.pump is not None:
             self.pump.submit(event)
-        elif not self.tell(event):
+        elif not self.send_message(event):
             # It was not accepted, but the next session submits it again.
             self._lose("it accepts no messages")
 
-    def tell(self, message: messages.ToScheduler) -> bool:
+    def send_message(self, message: messages.ToScheduler) -> bool:
         """Send a message; return False if there is no scheduler or it accepts no message."""
-        return self.connected and self._line is not None and self._line.tell(message)
+        return self.connected and self._line is not None and self._line.send_message(message)
 
     async def ask(self, question: messages.Question) -> messages.Done:
         """Send a question to the scheduler, and return its answer. Raises: RouterError, 503, no
         scheduler, or no response in time; ValueError, the scheduler's reason for refusing."""
-        done = await self._calls.ask(self.tell, question, self.times.call_s)
+        done = await self._calls.ask(self.send_message, question, self.times.call_s)
         if done is None:
             raise no_scheduler()
         if done.error:
@@ -263,7 +263,7 @@ class SchedulerLink(Dispatcher):
         self.policy.follow(welcome.policy)
         placed = self._placed()
         for first in range(0, len(placed), MAX_ADOPTED):
-            self.tell(messages.Adopted(requests=placed[first : first + MAX_ADOPTED]))
+            self.send_message(messages.Adopted(requests=placed[first : first + MAX_ADOPTED]))
         for arrival in self._undecided():
             self._report(arrival)
         if not self.connected:
@@ -320,12 +320,12 @@ class SchedulerLink(Dispatcher):
                 last_term=self.choice.last_term,
                 policy=self.policy.state,
             )
-            self._line.tell(hello)
+            self._line.send_message(hello)
         elif stalled:
             self._last_message_s = now_s
         elif now_s - self._last_message_s > self._patience_s:
             self._lose(f"silent for {now_s - self._last_message_s:.1f} s")
-        elif not self._line.tell(messages.Alive()):
+        elif not self._line.send_message(messages.Alive()):
             self._lose("it accepts no messages")
         elif now_s - self._found_s > self.times.forgiven_s:
             self._patience_s = self.times.lost_s
@@ -353,13 +353,15 @@ class SchedulerLink(Dispatcher):
             case messages.Done():
                 self._calls.answered(message.call, message)
             case messages.AskMetrics():
-                self.tell(messages.MetricsPage(call=message.call, text=self.metrics_page()))
+                self.send_message(messages.MetricsPage(call=message.call, text=self.metrics_page()))
             case messages.Abort():
-                self.tell(messages.Aborted(call=message.call, count=self.abort(message.rid)))
+                self.send_message(
+                    messages.Aborted(call=message.call, count=self.abort(message.rid))
+                )
             case messages.FindStory():
                 story = self.find(message.name)
                 payload = b"" if story is None else msgspec.json.encode(story)
-                self.tell(messages.FoundStory(call=message.call, payload=payload))
+                self.send_message(messages.FoundStory(call=message.call, payload=payload))
             case _ if not self.connected:
                 pass
             case messages.Decisions():
@@ -389,7 +391,7 @@ class SchedulerLink(Dispatcher):
     def close(self) -> None:
         if self._ticker is not None:
             self._ticker.cancel()
-        self.tell(messages.Bye())
+        self.send_message(messages.Bye())
         self.connected = False
         super().close()
         if self._line is not None:

@@ -74,7 +74,7 @@ class SchedulerProcess:
         self._sockets = SchedulerSocket()
         self._hub = hub = Hub(
             self._watch,
-            self._sockets.tell,
+            self._sockets.send_message,
             Scheduler(options.scheduler, remembers=MOST_OVER),
             self.lead,
             policy=PolicyInForce(options.scheduler.policy),

@@ -164,7 +164,7 @@ class FrontEndSocket(_Socket):
             self.close()
             raise
 
-    def tell(self, message: ToScheduler) -> bool:
+    def send_message(self, message: ToScheduler) -> bool:
         return self.send(encode(message))
 
     def take(self, frames: list[bytes]) -> None:
@@ -205,7 +205,7 @@ class SchedulerSocket(_Socket):
         self.watch()
         return endpoint_of(self._socket)
 
-    def tell(self, identity: bytes, message: FromScheduler) -> bool:
+    def send_message(self, identity: bytes, message: FromScheduler) -> bool:
         return self.send([identity, *encode(message)])
 
     @property

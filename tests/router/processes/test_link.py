@@ -196,11 +196,11 @@ async def test_a_silent_front_end_loses_its_requests_and_gets_them_back(
     stopped = front_ends[0].link
     line = stopped._line
     assert isinstance(line, FakeLine)
-    line.tell = lambda message: True  # type: ignore[method-assign]
+    line.send_message = lambda message: True  # type: ignore[method-assign]
     await until(lambda: side.hub.front_ends == 1)
     assert side.books == (0, 1, 2)
     ended = [event for event in side.events if isinstance(event, RequestEnded)]
-    del line.tell
+    del line.send_message
     # It did not notice; the next thing it says is answered that it is unknown.
     await until(lambda: side.hub.front_ends == 2)
     await until(lambda: side.books == (0, 2, 4))
@@ -333,18 +333,18 @@ async def test_frames_of_the_dashboard_come_while_somebody_looks_and_the_session
     frames: list[bool] = []
     first.link.dashboard_frame = lambda payload, full: frames.append(full)
     for _ in range(2):
-        first.link.tell(WatchDashboard(history=True))
+        first.link.send_message(WatchDashboard(history=True))
         await until(lambda: any(full and not then for full, then in pairwise(frames)))
         assert len(feed.watchers) == 1
         frames.clear()
     before = list(feed.watchers)
-    first.link.tell(WatchDashboard())  # as an earlier release renews what it wants
+    first.link.send_message(WatchDashboard())  # as an earlier release renews what it wants
     await first.link.ask(AbortElsewhere(rid="x"))
     assert list(feed.watchers) == before
-    first.link.tell(WatchDashboard(ended=True))
+    first.link.send_message(WatchDashboard(ended=True))
     await until(lambda: len(feed.watchers) == 0)
     for front_end in (first, other):
-        front_end.link.tell(WatchDashboard(history=True))
+        front_end.link.send_message(WatchDashboard(history=True))
     await until(lambda: len(feed.watchers) == 2)
     first.link.close()
     await until(lambda: len(feed.watchers) == 1)
@@ -371,13 +371,13 @@ async def test_messages_of_strangers_change_nothing(world: World) -> None:
     side = await world.boot()
     received: list[Any] = []
     line = world.net.connect(received.append)
-    assert line.tell(RequestEnded(rid="a", outcome="completed"))
+    assert line.send_message(RequestEnded(rid="a", outcome="completed"))
     await until(lambda: received == [Unwelcome(term=1)])
     front_ends = [await world.front_end() for _ in range(2)]
     await front_ends[0].ask("a")
     thief = front_ends[1].link._line
     assert thief is not None
-    thief.tell(RequestEnded(rid="a", outcome="completed"))
+    thief.send_message(RequestEnded(rid="a", outcome="completed"))
     stolen = RequestAdopted(
         rid="a",
         prompt_tokens=1,
@@ -386,7 +386,7 @@ async def test_messages_of_strangers_change_nothing(world: World) -> None:
         decode="http://d0:1",
         decode_rank=0,
     )
-    thief.tell(Adopted(requests=[stolen]))
+    thief.send_message(Adopted(requests=[stolen]))
     await until(lambda: side.hub.foreign == 1)
     assert side.books == (0, 1, 2)
 

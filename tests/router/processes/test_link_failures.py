@@ -159,7 +159,7 @@ async def test_an_arrival_that_cannot_be_said_is_not_kept(world: World) -> None:
     front_end = await world.front_end()
     line = front_end.link._line
     assert isinstance(line, FakeLine)
-    line.tell = failing(2, line.tell)  # type: ignore[method-assign]
+    line.send_message = failing(2, line.send_message)  # type: ignore[method-assign]
     with pytest.raises(OSError, match="Too many"):
         await front_end.ask("a")
     assert front_end.link.open == 0

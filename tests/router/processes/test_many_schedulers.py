@@ -51,7 +51,7 @@ async def test_a_standby_says_who_leads(several: Several) -> None:
     several.front_ends.append(front_end)
     received: list[object] = []
     line = several.nets["a"].connect(received.append)
-    line.tell(Hello(version=1, front_end="f", name="f"))
+    line.send_message(Hello(version=1, front_end="f", name="f"))
     await until(lambda: received == [messages.Unwelcome(standby=True, active="b")])
     # Behind the one address there may be another next time: it is dialled anew.
     assert not await front_end.link.start(0.02)

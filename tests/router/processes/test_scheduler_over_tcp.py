@@ -49,7 +49,7 @@ class Door:
     def _take(self, identity: bytes, message: ToScheduler) -> None:
         self.taken.append(message)
         answer = Standing(active=True, term=1) if isinstance(message, Look) else Alive()
-        self.socket.tell(identity, answer)
+        self.socket.send_message(identity, answer)
 
     async def knock(self, keys: CurveKeys | None, seconds: float = TIMEOUT_S) -> bool:
         """Whether a front end with these keys is answered."""
@@ -57,7 +57,7 @@ class Door:
         line = FrontEndSocket(keys, self.endpoint, received.set_result)
         try:
             async with asyncio.timeout(seconds):
-                while not line.tell(HELLO):  # noqa: ASYNC110 - ZMQ connects without an event
+                while not line.send_message(HELLO):  # noqa: ASYNC110 - ZMQ connects without an event
                     await asyncio.sleep(0.01)
                 await received
         except TimeoutError:
@@ -209,7 +209,7 @@ async def test_a_connection_that_is_swallowed_for_good_is_made_anew(
         before = len(received)
         async with asyncio.timeout(TIMEOUT_S):
             while len(received) == before:
-                line.tell(HELLO)
+                line.send_message(HELLO)
                 await asyncio.sleep(0.02)
 
     try:

@@ -128,7 +128,7 @@ async def test_a_new_front_end_is_answered(keys: CurveKeys | None) -> None:
 
     def take(identity: bytes, message: ToScheduler) -> None:
         taken.append(message)
-        scheduler.tell(identity, Alive())
+        scheduler.send_message(identity, Alive())
 
     scheduler = SchedulerSocket()
     endpoint = scheduler.open("tcp://127.0.0.1:*", keys, take)
@@ -143,7 +143,7 @@ async def test_a_new_front_end_is_answered(keys: CurveKeys | None) -> None:
         stack.callback(line.close)
 
         def answered() -> bool:
-            line.tell(HELLO)
+            line.send_message(HELLO)
             return bool(received)
 
         await until(answered)

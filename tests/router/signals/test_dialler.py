@@ -167,7 +167,7 @@ def test_a_scheduler_is_dialled_by_address_and_followed_when_it_moves() -> None:
         received: list[FromScheduler] = []
         scheduler = SchedulerSocket()
         endpoint = scheduler.open(
-            "tcp://127.0.0.1:*", None, lambda identity, _: scheduler.tell(identity, Alive())
+            "tcp://127.0.0.1:*", None, lambda identity, _: scheduler.send_message(identity, Alive())
         )
         port = endpoint.rpartition(":")[2]
         quick = partial(FrontEndSocket, None, silent_s=0.0, follow_s=0.01)
@@ -175,15 +175,15 @@ def test_a_scheduler_is_dialled_by_address_and_followed_when_it_moves() -> None:
         line = quick(f"tcp://{NAME}:{port}", received.append)
 
         def answered() -> bool:
-            line.tell(HELLO)
+            line.send_message(HELLO)
             return bool(received)
 
         try:
             await until(answered)
             assert {HANGS, NAME} <= set(dns.asked)
-            assert not hanging.tell(HELLO)
+            assert not hanging.send_message(HELLO)
             dns.addresses = [NOWHERE]
-            await until(lambda: not line.tell(HELLO))
+            await until(lambda: not line.send_message(HELLO))
             dns.addresses = [NOWHERE, "127.0.0.1"]
             received.clear()
             await until(answered)

@@ -17,7 +17,7 @@ class Line(Protocol):
     """Connection to a scheduler process, as far as this package uses it. Implemented by
     :class:`~sglang_sbs.router.processes.sockets.FrontEndSocket`."""
 
-    def tell(self, message: ToScheduler) -> bool:
+    def send_message(self, message: ToScheduler) -> bool:
         """Send a message; return False if no scheduler accepts it."""
 
     def drain(self) -> None:
@@ -50,7 +50,7 @@ class Scouts:
             line = self._lines.get(endpoint) or self._new(endpoint)
             if line is not None:
                 line.drain()
-                line.tell(look)
+                line.send_message(look)
 
     def standing(self, endpoint: str, within_s: float) -> Standing | None:
         standing, at_s = self._seen.get(endpoint, (None, 0.0))
