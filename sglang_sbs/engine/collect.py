@@ -290,21 +290,21 @@ class SchedulerReader:
             getattr(scheduler, "load_inquirer", None), "get_num_waiting_uncached_tokens"
         )
         rank, ranks = self.placement.dp_rank, self.placement.dp_size
-        self.said: Any = Draft(
+        self.draft: Any = Draft(
             instance_id="", boot_id="", role="null", dp_rank=rank, dp_size=ranks, seq=0, kind="idle"
         )
         for field, names in _LIMITS.items():
             known = (getattr(scheduler, name, 0) for name in names)
-            setattr(self.said, field, int(next(filter(None, known), 0)))
+            setattr(self.draft, field, int(next(filter(None, known), 0)))
         self.missing = ["kv_tokens"] if self._used_tokens is None else []
         """Names of message fields that this SGLang version cannot fill."""
-        self.missing += [name for name in _LIMITS if not getattr(self.said, name)]
+        self.missing += [name for name in _LIMITS if not getattr(self.draft, name)]
 
     def is_spin(self, launched: LaunchedPass) -> bool:
         """Return whether this is a turn of an idle rank and not a pass: without a barrier (and
         without DWDP) SGLang runs an empty batch in each turn (``dp_attn.py``:
         ``need_idle_batch``)."""
-        return launched.mode == "idle" and not self.said.barrier
+        return launched.mode == "idle" and not self.draft.barrier
 
     def inflight(self) -> list[LaunchedPass]:
         """Passes launched and not yet processed, oldest first (overlap scheduling only)."""
@@ -315,8 +315,8 @@ class SchedulerReader:
     def count(self) -> tuple[int, ...]:
         """Read the role and cheap counts, from attributes that are the same from 0.5.6 to 0.5.23.
         Returns the values whose change is worth a message."""
-        s, said = self.scheduler, self.said
-        role = said.role = read_role(s)
+        s, draft = self.scheduler, self.draft
+        role = draft.role = read_role(s)
         waiting, bootstrapping, transfer = len(s.waiting_queue), 0, 0
         if role == "prefill":
             bootstrapping = len(s.disagg_prefill_bootstrap_queue.queue)
@@ -325,37 +325,37 @@ class SchedulerReader:
             prealloc = s.disagg_decode_prealloc_queue
             waiting += len(prealloc.retracted_queue)
             transfer = len(prealloc.queue) + len(s.disagg_decode_transfer_queue.queue)
-        said.inflight_passes = passes = len(self.inflight())
-        said.waiting_requests, said.bootstrapping_requests = waiting, bootstrapping
-        said.kv_transfer_requests = transfer
-        said.running_requests = running = len(s.running_batch.reqs)
+        draft.inflight_passes = passes = len(self.inflight())
+        draft.waiting_requests, draft.bootstrapping_requests = waiting, bootstrapping
+        draft.kv_transfer_requests = transfer
+        draft.running_requests = running = len(s.running_batch.reqs)
         chunking = s.chunked_req is not None
-        accepted, aborted = said.accepted_requests, said.aborted_requests
+        accepted, aborted = draft.accepted_requests, draft.aborted_requests
         counts = passes, waiting, bootstrapping, chunking, transfer, running
         return *counts, accepted, aborted
 
     def is_quiescent(self) -> bool:
         """Return whether :meth:`count` found nothing launched, waiting or bootstrapping
         (``EndForward.idle``)."""
-        said = self.said
-        ahead = said.inflight_passes or said.waiting_requests or said.bootstrapping_requests
-        running = said.role != "prefill" and said.running_requests
+        draft = self.draft
+        ahead = draft.inflight_passes or draft.waiting_requests or draft.bootstrapping_requests
+        running = draft.role != "prefill" and draft.running_requests
         return not (ahead or running) and self.scheduler.chunked_req is None
 
     def backlog(self, role: Role) -> Any:
         """Read the token counts, which need a walk over queues or pools; return the message so
         far."""
-        s, said = self.scheduler, self.said
+        s, draft = self.scheduler, self.draft
         inflight, chunked = self.inflight(), s.chunked_req
         queue = s.disagg_prefill_bootstrap_queue.queue if role == "prefill" else ()
         left = 0 if chunked is None else max(0, chunked.seqlen - _launched_len(chunked))
-        said.inflight_tokens = sum(launched.tokens for launched in inflight)
-        said.inflight_requests = sum(launched.batch_size for launched in inflight)
-        said.waiting_tokens = self._waiting_tokens(role)
-        said.bootstrapping_tokens = sum(len(req.origin_input_ids) for req in queue)
-        said.chunk_remainder_tokens = left
-        said.kv_tokens = 0 if self._used_tokens is None else int(self._used_tokens())
-        return said
+        draft.inflight_tokens = sum(launched.tokens for launched in inflight)
+        draft.inflight_requests = sum(launched.batch_size for launched in inflight)
+        draft.waiting_tokens = self._waiting_tokens(role)
+        draft.bootstrapping_tokens = sum(len(req.origin_input_ids) for req in queue)
+        draft.chunk_remainder_tokens = left
+        draft.kv_tokens = 0 if self._used_tokens is None else int(self._used_tokens())
+        return draft
 
     def accepted(self, req: Any, role: Role) -> bool:
         """Return whether ``Scheduler._add_request_to_queue`` just accepted ``req`` for the first

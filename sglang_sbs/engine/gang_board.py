@@ -61,9 +61,9 @@ class Board:
         self.failed = False
         """True: the board was open, but the other processes could not be reached."""
 
-    def say(self, tag: int, word: Word) -> None: ...
+    def publish(self, tag: int, word: Word) -> None: ...
 
-    def tell(self, tag: int, word: Word) -> None:
+    def publish_later(self, tag: int, word: Word) -> None:
         """Send a word from any thread; :meth:`listen` stores it as this rank's own. A board that
         only sends within a turn ignores the word."""
 
@@ -157,11 +157,11 @@ class SocketBoard(Board):
             raise
         self.is_open = True
 
-    def say(self, tag: int, word: Word) -> None:
+    def publish(self, tag: int, word: Word) -> None:
         self._note(tag, self._rank, word)
         self._send(tag, word)
 
-    def tell(self, tag: int, word: Word) -> None:
+    def publish_later(self, tag: int, word: Word) -> None:
         self._send(tag, word)
         self._sent.append((tag, word))
 

@@ -35,7 +35,7 @@ _WORD_BITS = TAG_BITS + _FLAG_BITS
 _PRESENT = 1 << (PAIRS_BITS + _WORD_BITS)
 _VOTE_WORDS = 2
 """Number of words that fit above the lowest bit of a yes vote; a no vote must stay zero."""
-_MOST_UNSAID = 64
+_MOST_UNSENT = 64
 MOST_TURNS_ALONE = 50
 """Limit on turns in which a rank waits for the others to open their boards, e.g. after a switch of
 role."""
@@ -57,7 +57,7 @@ class GatherBoard(Board):
         super().__init__("other DP ranks")
         self._find_columns = find_columns or columns_of_sglang
         self._columns: Columns | None = None
-        self._unsaid: dict[int, Word] = {}
+        self._unsent: dict[int, Word] = {}
         self._turns_alone = 0
         self._complete = False
         """True: all ranks have taken part at least once."""
@@ -71,17 +71,17 @@ class GatherBoard(Board):
         """Take part from the next gathering on."""
         self.is_open = self.is_possible()
 
-    def say(self, tag: int, word: Word) -> None:
-        self._unsaid[tag] = word
-        while len(self._unsaid) > _MOST_UNSAID:
-            del self._unsaid[next(iter(self._unsaid))]
+    def publish(self, tag: int, word: Word) -> None:
+        self._unsent[tag] = word
+        while len(self._unsent) > _MOST_UNSENT:
+            del self._unsent[next(iter(self._unsent))]
 
     def waited(self, tag: int) -> None:
         """Do nothing: the bit of each rank shows a missing rank without waiting for a word."""
 
     def close(self) -> None:
         super().close()
-        self._unsaid.clear()
+        self._unsent.clear()
 
     # Hooks ----------------------------------------------------------------------------------------
 
@@ -123,8 +123,8 @@ class GatherBoard(Board):
 
     def _laden(self, pairs: int, vote: Any) -> tuple[int, Any]:
         room = 1 + (_VOTE_WORDS if vote else 0)
-        saying = list(islice(self._unsaid, room))
-        codes = [_encode(tag, self._unsaid.pop(tag)) for tag in saying]
+        sending = list(islice(self._unsent, room))
+        codes = [_encode(tag, self._unsent.pop(tag)) for tag in sending]
         codes += [0] * (1 + _VOTE_WORDS - len(codes))
         pairs = min(pairs, (1 << PAIRS_BITS) - 1) | codes[0] << PAIRS_BITS | _PRESENT
         if vote:

@@ -178,7 +178,7 @@ class GangHold:
             rooms = self._taken.setdefault(part.tag, set())
             rooms.add(room)
             if len(rooms) == part.members:
-                self._ranks.tell(part.tag, Word(taken_turn=self._taken_turn))
+                self._ranks.publish_later(part.tag, Word(taken_turn=self._taken_turn))
             while len(self._taken) > _MOST_GANGS:
                 del self._taken[next(iter(self._taken))]
 
@@ -277,7 +277,7 @@ class GangHold:
         alone = gang.part.ranks == 1
         if gang.free:
             if changed and not alone:  # ranks that started without it find that it was not lost
-                self._ranks.say(gang.part.tag, word)
+                self._ranks.publish(gang.part.tag, word)
             return True
         waiting = sum(in_handshake(queue, req) for req in reqs)
         if not gang.came:
@@ -291,7 +291,7 @@ class GangHold:
         if not word.gave_up_turn and waiting < len(reqs) and self._waited_enough(gang):
             word.gave_up_turn, changed = self._turn, True
         if changed and not alone:  # once per turn, because few messages fit into a socket
-            self._ranks.say(gang.part.tag, word)
+            self._ranks.publish(gang.part.tag, word)
         gang.free = self._agreed(gang) or 0 < word.gave_up_turn < self._turn - MOST_UNAGREED_TURNS
         if gang.free and not alone:
             self._ranks.waited(gang.part.tag)

@@ -95,7 +95,7 @@ class OtherProcess(OnlyProcess):
         process."""
         if is_ready or not word.arrived:
             word.arrived, word.ready_turn = True, turn if is_ready else 0
-            self.board.say(tag, word)
+            self.board.publish(tag, word)
 
 
 def in_handshake(queue: Any, req: Any) -> bool:

@@ -84,7 +84,7 @@ class RankHook:
         self._forward_s = 0.0
         self._sent_s = float("-inf")
         self._sent_counts: tuple[int, ...] = ()
-        self._said_idle = False
+        self._reported_idle = False
 
     def close(self) -> None:
         self.off = True
@@ -186,17 +186,17 @@ class RankHook:
     def _on_end(self, reader: SchedulerReader, batch: Any, result: Any) -> None:
         ended, end_s = collect.noted_pass(result), self._clock()
         if ended is None:  # pipeline stages rebuild the result, so use the batch
-            ended = collect.read_pass(reader.scheduler, batch, self._end_s, reader.said.dp_size)
+            ended = collect.read_pass(reader.scheduler, batch, self._end_s, reader.draft.dp_size)
         if reader.is_spin(ended):
             self._on_idle(reader)
             return
         self._forward_s = max(0.0, end_s - max(ended.launch_s, self._end_s))
         self._end_s = end_s
         self._pass = ended
-        self._said_idle = False
-        reader.said.computed_tokens += ended.extend_tokens
+        self._reported_idle = False
+        reader.draft.computed_tokens += ended.extend_tokens
         counts = reader.count()
-        if reader.said.role != "prefill" and not ended.is_extend:
+        if reader.draft.role != "prefill" and not ended.is_extend:
             # Decode passes are short: send at most one message per interval, sooner on a change.
             share = CHANGE_SHARE if counts != self._sent_counts else 1
             if end_s - self._sent_s < self._config.decode_interval_s * share:
@@ -206,24 +206,24 @@ class RankHook:
     def _on_idle(self, reader: SchedulerReader) -> None:
         now_s, counts = self._clock(), reader.count()
         idle = reader.is_quiescent()
-        if idle and not self._said_idle:
+        if idle and not self._reported_idle:
             self._send("idle", counts, self._pass, now_s)
         else:
             changed = counts != self._sent_counts
             if now_s - self._sent_s >= (CHANGE_INTERVAL_S if changed else self._config.heartbeat_s):
                 self._send("heartbeat", counts, self._pass, now_s)
-        self._said_idle = idle
+        self._reported_idle = idle
 
     def _on_added(self, reader: SchedulerReader, req: Any) -> None:
         role = collect.read_role(reader.scheduler)
         if reader.accepted(req, role):
-            reader.said.accepted_requests += 1
-            reader.said.accepted_tokens += len(req.origin_input_ids)
+            reader.draft.accepted_requests += 1
+            reader.draft.accepted_tokens += len(req.origin_input_ids)
             self._accepted.append(collect.describe_accepted(req, role, self._clock()))
 
     def _on_abort(self, reader: SchedulerReader, recv_req: Any) -> None:
         aborted = reader.newly_aborted(recv_req, collect.read_role(reader.scheduler))
-        reader.said.aborted_requests += aborted
+        reader.draft.aborted_requests += aborted
 
     # Sending ------------------------------------------------------------------------------
 
@@ -235,24 +235,24 @@ class RankHook:
             if not reader.placement.emits:
                 self.off = True
                 return None
-            said, config = reader.said, self._config
-            self._sink = self._open_sink(config, said.dp_rank)
+            draft, config = reader.draft, self._config
+            self._sink = self._open_sink(config, draft.dp_rank)
             with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-                said.sglang_version = importlib.metadata.version("sglang")
+                draft.sglang_version = importlib.metadata.version("sglang")
             self._reader = reader
-            said.instance_id, said.boot_id = config.instance_id, config.boot_id
-            said.barrier = said.dp_size == 1 or reader.placement.barrier
-            said.dist_init_addr = collect.read_dist_init_addr(scheduler)
+            draft.instance_id, draft.boot_id = config.instance_id, config.boot_id
+            draft.barrier = draft.dp_size == 1 or reader.placement.barrier
+            draft.dist_init_addr = collect.read_dist_init_addr(scheduler)
             kv = collect.read_kv_address(scheduler)
             if kv is not None:
-                said.kv_address = KvAddress(config.node_host or kv.host, kv.port, kv.replay_port)
-            rank, routers = said.dp_rank, ", ".join(config.routers)
+                draft.kv_address = KvAddress(config.node_host or kv.host, kv.port, kv.replay_port)
+            rank, routers = draft.dp_rank, ", ".join(config.routers)
             where = f"to {routers}" if routers else f"on the port of {config.bind} + {rank}"
             text = "EndForward of dp rank %d/%d, boot id %s, %s"
-            logger.info(text, rank, said.dp_size, said.boot_id, where)
+            logger.info(text, rank, draft.dp_size, draft.boot_id, where)
             if reader.missing:
                 text = "SGLang %s does not provide %s; EndForward reports 0 for it"
-                version = said.sglang_version or "(unknown version)"
+                version = draft.sglang_version or "(unknown version)"
                 logger.warning(text, version, ", ".join(reader.missing))
         return self._reader
 
@@ -266,25 +266,25 @@ class RankHook:
     ) -> None:
         """Build and send one message; ``begun_s`` is the time when building it began."""
         assert self._reader is not None and self._sink is not None
-        said, now_s = self._reader.backlog(self._reader.said.role), self._clock()
+        draft, now_s = self._reader.backlog(self._reader.draft.role), self._clock()
         for name in _OF_PASS:
-            setattr(said, name, getattr(reported, name))
+            setattr(draft, name, getattr(reported, name))
         launch = kind == "launch"
-        said.kind = kind
-        said.end_s, said.forward_s = (0.0, 0.0) if launch else (self._end_s, self._forward_s)
-        since_s = said.launch_s if launch else said.end_s
-        said.age_s = 0.0 if reported is _NO_PASS else now_s - since_s
-        said.sent_s = now_s
-        said.accepted = accepted = self._accepted[:MAX_RIDS]
-        said.rids = [request.rid for request in accepted]
-        said.started = list(started[:MAX_RIDS])
-        said.finished = list(reported.finished[:MAX_RIDS]) if kind == "forward" else []
-        said.hook_errors, said.gang_gate = self.errors, self._gang_gate()
-        self._sink.send(encode_endforward(said))
-        said.seq += 1
+        draft.kind = kind
+        draft.end_s, draft.forward_s = (0.0, 0.0) if launch else (self._end_s, self._forward_s)
+        since_s = draft.launch_s if launch else draft.end_s
+        draft.age_s = 0.0 if reported is _NO_PASS else now_s - since_s
+        draft.sent_s = now_s
+        draft.accepted = accepted = self._accepted[:MAX_RIDS]
+        draft.rids = [request.rid for request in accepted]
+        draft.started = list(started[:MAX_RIDS])
+        draft.finished = list(reported.finished[:MAX_RIDS]) if kind == "forward" else []
+        draft.hook_errors, draft.gang_gate = self.errors, self._gang_gate()
+        self._sink.send(encode_endforward(draft))
+        draft.seq += 1
         del self._accepted[:MAX_RIDS]
         self._sent_s, self._sent_counts = now_s, counts
-        said.hook_us = int((self._clock() - begun_s) * 1e6)
+        draft.hook_us = int((self._clock() - begun_s) * 1e6)
 
     def _failed(self) -> None:
         error = sys.exc_info()[1]

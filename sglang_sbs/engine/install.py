@@ -201,8 +201,8 @@ def _register(
         elif not hook.optional:
             missing.append(hook.targets[0])
     if missing:
-        said = "This SGLang has no %s; EndForward goes without (see docs/endforward.md)"
-        logger.warning(said, ", ".join(missing))
+        text = "This SGLang has no %s; EndForward goes without (see docs/endforward.md)"
+        logger.warning(text, ", ".join(missing))
 
 
 def _resolves(target: str) -> bool:

@@ -67,11 +67,11 @@ class Place(Board):
         self.is_open = True
         self._hearsay, self._said = hearsay, said
 
-    def say(self, tag: int, word: Word) -> None:
-        self.tell(tag, word)
+    def publish(self, tag: int, word: Word) -> None:
+        self.publish_later(tag, word)
         self._note(tag, self._rank, word)
 
-    def tell(self, tag: int, word: Word) -> None:
+    def publish_later(self, tag: int, word: Word) -> None:
         self._said._note(tag, self._rank, word)
 
     def _take_in(self) -> bool:

@@ -136,7 +136,7 @@ def test_without_chunking_the_budget_of_a_pass_is_max_prefill_tokens() -> None:
     scheduler = Scheduler(Role.PREFILL, Clock())
     scheduler.chunked_prefill_size = None  # type: ignore[assignment]
     scheduler.max_prefill_tokens = 16384  # type: ignore[attr-defined]
-    assert SchedulerReader(scheduler).said.chunk_tokens == 16384
+    assert SchedulerReader(scheduler).draft.chunk_tokens == 16384
 
 
 def test_a_batch_without_launch_time_uses_that_of_the_hook() -> None:

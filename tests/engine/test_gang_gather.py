@@ -53,7 +53,7 @@ def infos(count: int, *, vote: bool = True) -> list[SyncInfo]:
 @pytest.mark.parametrize("tag", [0, 1, 77_777, LAST_TAG])
 def test_all_ranks_get_a_word_their_own_among_them(tag: int, word: Word) -> None:
     first, second, third = ranks = boards(3)
-    second.say(tag, word)
+    second.publish(tag, word)
     assert second.words_of(tag) == {}
     gathered(infos(3), ranks)
     expected = Word(int(word.ready_turn > 0), word.arrived, int(word.gave_up_turn > 0))
@@ -63,7 +63,7 @@ def test_all_ranks_get_a_word_their_own_among_them(tag: int, word: Word) -> None
 
 def test_sglang_sees_what_it_would_see_without() -> None:
     ranks, seen = boards(2), [SyncInfo(5, True), SyncInfo(1 << 60, True)]
-    ranks[0].say(LAST_TAG, Word(1, True, 1))
+    ranks[0].publish(LAST_TAG, Word(1, True, 1))
     gathered(seen, ranks)
     for info, pairs in zip(seen, (5, 1 << 60), strict=True):
         assert info.attention_pairs == pairs
@@ -75,7 +75,7 @@ def test_sglang_sees_what_it_would_see_without() -> None:
 def test_a_vote_that_is_no_stays_no(votes: tuple[bool, bool]) -> None:
     ranks, seen = boards(2), [SyncInfo(0, vote) for vote in votes]
     for tag in range(5):
-        ranks[0].say(tag, Word(arrived=True))
+        ranks[0].publish(tag, Word(arrived=True))
     gathered(seen, ranks)
     assert [info.can_run_draft_cuda_graph for info in seen] == [False, False]
 
@@ -84,7 +84,7 @@ def test_a_vote_that_is_no_stays_no(votes: tuple[bool, bool]) -> None:
 def test_words_without_room_come_later_for_all_alike(vote: bool, room: int) -> None:
     ranks = boards(2)
     for tag in range(7):
-        ranks[0].say(tag, Word(ready_turn=1, arrived=True))
+        ranks[0].publish(tag, Word(ready_turn=1, arrived=True))
     for count in (room, 2 * room):
         gathered(infos(2, vote=vote), ranks)
         for rank in ranks:
@@ -99,11 +99,11 @@ def test_a_rank_of_another_role_or_before_it_is_open_says_nothing() -> None:
 def test_numbers_of_one_host_are_bounded() -> None:
     (board,) = boards(1)
     for tag in range(1000):
-        board.say(tag, Word(arrived=True))
-    assert len(board._unsaid) == 64
+        board.publish(tag, Word(arrived=True))
+    assert len(board._unsent) == 64
     for _ in range(30):
         gathered(infos(1), [board])
-    assert board._unsaid == {}
+    assert board._unsent == {}
 
 
 # Gangs ----------------------------------------------------------------------------------------

@@ -309,8 +309,8 @@ def test_ranks_hear_each_other_through_sockets(request: pytest.FixtureRequest) -
     name = f"sglang-sbs-test.{id(request)}"
     boards = [SocketBoard(name, rank, 3) for rank in range(3)]
     try:
-        boards[0].say(7, Word(ready_turn=3, arrived=True))
-        boards[2].say(7, Word(arrived=True, gave_up_turn=4))
+        boards[0].publish(7, Word(ready_turn=3, arrived=True))
+        boards[2].publish(7, Word(arrived=True, gave_up_turn=4))
         boards[1].listen()
         assert boards[1].words_of(7) == {
             0: Word(ready_turn=3, arrived=True),
@@ -327,7 +327,7 @@ def test_ranks_hear_each_other_through_sockets(request: pytest.FixtureRequest) -
 
 def test_a_rank_that_is_not_up_yet_is_no_error() -> None:
     board = SocketBoard("sglang-sbs-test.alone", 0, 2)
-    board.say(1, Word(ready_turn=1))
+    board.publish(1, Word(ready_turn=1))
     board.listen()
     assert board.words_of(1).keys() == {0}
     board.close()
@@ -344,8 +344,8 @@ def test_a_rank_silent_for_long_is_not_polled_every_turn(
     asked: list[int] = []
     monkeypatch.setattr(SocketBoard, "_read", lambda _board, peer, _inbox: asked.append(peer))
     board.listen()
-    board.say(MAX_SILENCES, Word(arrived=True))
-    board.tell(MAX_SILENCES, Word(taken_turn=1))
+    board.publish(MAX_SILENCES, Word(arrived=True))
+    board.publish_later(MAX_SILENCES, Word(taken_turn=1))
     board.listen()
     board.close()
     assert asked == []

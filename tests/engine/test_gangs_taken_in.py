@@ -132,9 +132,9 @@ def test_words_of_two_threads_add_up():
     name = f"sglang-sbs.test.{time.monotonic_ns()}"
     first, second = SocketBoard(name, 0, 2), SocketBoard(name, 1, 2)
     try:
-        first.say(1, Word(arrived=True))
-        first.tell(1, Word(taken_turn=7))
-        first.say(1, Word(ready_turn=8))
+        first.publish(1, Word(arrived=True))
+        first.publish_later(1, Word(taken_turn=7))
+        first.publish(1, Word(ready_turn=8))
         for board in (first, second):
             board.listen()
             assert board.words_of(1)[0] == Word(ready_turn=8, arrived=True, taken_turn=7)
