@@ -177,12 +177,15 @@ def _predicted(attempt: AttemptStory) -> Iterator[str]:
     steps = [("forward pass started", why.launch_s, timeline.launched_s)]
     if why.end_s is not None:
         steps.append(("prompt was computed", why.end_s, timeline.computed_s))
-    known = [(name, said, real) for name, said, real in steps if real is not None]
+    known = [(name, predicted, real) for name, predicted, real in steps if real is not None]
     if not known:
         return
     yield "  Predicted with its batch, and real, in times from its arrival at the scheduler:"
-    for name, said_s, real_s in known:
-        off_s = real_s - said_s
+    for name, predicted_s, real_s in known:
+        off_s = real_s - predicted_s
         how = f"{ms(abs(off_s))} {'later' if off_s > 0 else 'earlier'}"
-        said, real = after(said_s - timeline.arrived_s), after(real_s - timeline.arrived_s)
-        yield f"    {name}: predicted {said}, real {real} ({how})"
+        predicted, real = (
+            after(predicted_s - timeline.arrived_s),
+            after(real_s - timeline.arrived_s),
+        )
+        yield f"    {name}: predicted {predicted}, real {real} ({how})"

@@ -165,8 +165,8 @@ def _no_patch(item: Installed, release: str, patches: list[Patch]) -> str:
     named = f"{item.package} {release}"
     if item.is_source_build and release == item.version:
         return f"{named} is a build from source: name the release it is made from with --version"
-    said = f"no patch for {named}; there are some for {', '.join(known)}"
-    return said + upgrade if item.package == "sglang" else said
+    text = f"no patch for {named}; there are some for {', '.join(known)}"
+    return text + upgrade if item.package == "sglang" else text
 
 
 def _print(report: PatchReport) -> None:

@@ -136,13 +136,13 @@ def in_words(trial: Trial) -> str:
     verdict, ended = trial.verdict, trial.ended
     slots = f"after {counted(trial.done, 'slot')}"
     if verdict is None:
-        said = f"no verdict yet {slots}"
+        text = f"no verdict yet {slots}"
     else:
         ratio = verdict.words() + ("" if math.isfinite(verdict.high) else " (no interval yet)")
-        said = f"{policy} has {ratio} the mean TTFT of {baseline} {slots}"
+        text = f"{policy} has {ratio} the mean TTFT of {baseline} {slots}"
     if ended is None:
-        return f"trial of {policy} against {baseline}: {said}"
-    return f"trial of {policy} against {baseline}, ended: {said}; {ended.text}"
+        return f"trial of {policy} against {baseline}: {text}"
+    return f"trial of {policy} against {baseline}, ended: {text}; {ended.text}"
 
 
 def _rounded(value: float | None) -> float | None:

@@ -227,9 +227,9 @@ def decode_endforward(frames: Sequence[bytes]) -> EndForward:
 def _named(error: str) -> MalformedMessage:
     """Replace the field's number by its name. The place is last, because the text before it may be
     the sender's own."""
-    said, at, place = error.rpartition(" - at `$[")
+    problem, at, place = error.rpartition(" - at `$[")
     number, _, rest = place.partition("]")
     if at and number.isdecimal() and int(number) < len(EndForward.__struct_fields__):
-        error = f"{said} - at `{EndForward.__struct_fields__[int(number)]}{rest}"
-    out_of_range = said.startswith("Expected ") and (">= " in said or "<= " in said)
+        error = f"{problem} - at `{EndForward.__struct_fields__[int(number)]}{rest}"
+    out_of_range = problem.startswith("Expected ") and (">= " in problem or "<= " in problem)
     return (ImplausibleMessage if out_of_range else MalformedMessage)(error)
