@@ -34,6 +34,7 @@ from sglang_sbs.router.requests.headers import (
     asked_in,
     forwarded_headers,
     in_lower_case,
+    is_text,
     with_bearer,
 )
 from sglang_sbs.router.requests.plan import PATHS, RouteKind
@@ -82,10 +83,10 @@ _ID_PREFIXES = {
 
 
 def _request_id(path: str, headers: Mapping[str, str], names: Sequence[str]) -> str:
-    """Return the request id as sglang_router does: the first header in ``names`` that is present,
-    else a prefix and 24 alphanumerics."""
+    """Return the request id as sglang_router does: the first header in ``names`` that is present
+    and text, else a prefix and 24 alphanumerics."""
     for name in names:
-        if given := headers.get(name):
+        if (given := headers.get(name)) and is_text(given):
             return given
     return f"{_ID_PREFIXES.get(path, 'req-')}{random.getrandbits(96):024x}"
 

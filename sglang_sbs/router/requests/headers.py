@@ -69,6 +69,12 @@ def with_bearer(headers: list[tuple[str, str]]) -> list[tuple[str, str]]:
     return [*headers, ("authorization", f"Bearer {values[KEY_HEADER]}")]
 
 
+def is_text(value: str) -> bool:
+    """Return whether a header's value was UTF-8. Other bytes are lone surrogates here, which no
+    message to another process and no JSON can contain."""
+    return value.isascii() or not any("\ud800" <= char <= "\udfff" for char in value)
+
+
 class RouterHeaders(NamedTuple):
     """Settings of a request for the router, from its headers: SLO, tenant, timing and session."""
 
@@ -97,6 +103,8 @@ def asked_in(headers: Headers, tenant_header: str | None) -> RouterHeaders:
     if tenant is not None and len(tenant) > MOST_TENANT_CHARS:
         most = f"write at most {MOST_TENANT_CHARS}"
         raise bad_request(f"{tenant_header} has {len(tenant)} characters: {most}")
+    if tenant is not None and not is_text(tenant):
+        raise bad_request(f"{tenant_header} must be UTF-8")
     if slo is not None and (not _MILLISECONDS.fullmatch(slo) or float(slo) <= 0):
         raise bad_request(f"{SLO_HEADER} must be milliseconds above 0, as in 800, not {slo!r:.40}")
     timing = TIMING_HEADER in names and any(

@@ -16,8 +16,9 @@ import orjson
 import pytest
 from router_harness import Cluster, cluster, until
 
+from sglang_sbs.router.processes.messages import decode_to_scheduler, encode
 from sglang_sbs.router.requests.plan import _INTERNAL_FIELDS
-from sglang_sbs.scheduling.events import RequestArrived, RequestEnded
+from sglang_sbs.scheduling.events import PrefillDone, RequestArrived, RequestEnded
 from tools.stand_ins.mock_engine import RecordedRequest
 
 FORGED_HEADERS = (
@@ -224,6 +225,22 @@ async def test_every_response_header_is_one_line_whatever_the_request_id() -> No
             assert head.startswith(b"HTTP/1.1 200"), answer[:200]
             assert orjson.loads(body)["text"] == "t1 t2 t3"
         await check_nothing_left(c)
+
+
+async def test_a_request_id_that_is_not_utf8_cannot_stop_the_end_of_a_request() -> None:
+    """Events go to another process, to the event log and to the dashboard."""
+    async with cluster() as c:
+        ids = b"X-Request-Id: \xff\xfe\r\nX-Correlation-Id: \xff\r\n"
+        data = VALID.replace(b"Host: x\r\n", b"Host: x\r\n" + ids)
+        answer = await raw_exchange(c.server.port, data)
+        assert answer.startswith(b"HTTP/1.1 200"), answer[:200]
+        assert b"x-request-id: gnt-" in answer.lower()
+        await check_nothing_left(c)
+        for kind in (RequestArrived, PrefillDone, RequestEnded):
+            for event in c.scheduler.of(kind):
+                assert decode_to_scheduler(encode(event)) == event
+        (ended,) = c.scheduler.of(RequestEnded)
+        assert ended.client.request_id.startswith("gnt-")
 
 
 @pytest.mark.parametrize("value", [b"a miracle", b"\x99100-continue"])
