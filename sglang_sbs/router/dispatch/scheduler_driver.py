@@ -135,14 +135,14 @@ class SchedulerPump:
             self._wake_at(now_s + _RETRY_S, now_s)
 
     def _write(self, step: Callable[[EventLogWriter], None]) -> None:
-        """Run ``step`` on the event log. Errors such as a full disk close the log, but not the
-        router."""
+        """Run ``step`` on the event log. An error (full disk, text that cannot be encoded) closes
+        the log. It must not reach the caller, which still has commands to execute."""
         log = self.event_log
         if log is None:
             return
         try:
             step(log)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             logger.error("the event log is closed: %s", error)
             self.event_log = None
             with contextlib.suppress(OSError):

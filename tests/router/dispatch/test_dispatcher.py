@@ -346,3 +346,19 @@ async def test_a_full_disk_ends_the_event_log_and_nothing_else(tmp_path: Path) -
         assert (await dispatcher.dispatch(submitted("r"))).rid == "r"
         dispatcher.pump.flush_log()
         dispatcher.close()
+
+
+async def test_text_that_cannot_be_encoded_ends_the_event_log_and_nothing_else(
+    tmp_path: Path,
+) -> None:
+    both = [dispatch("first"), dispatch("second")]
+    log = EventLogWriter(tmp_path / "log", SchedulerConfig())
+    scheduler = Scripted(lambda event, now_s: both if event.rid == "second" else [])
+    dispatcher = LocalDispatcher(scheduler, event_log=log)
+    first = asyncio.create_task(dispatcher.dispatch(submitted("first")))
+    await asyncio.sleep(0)
+    odd = RequestArrived(rid="second", prompt_tokens=1, tenant="\udcff")
+    assert (await dispatcher.dispatch(Submitted(arrival=odd))).rid == "second"
+    assert (await first).rid == "first"
+    assert dispatcher.pump.event_log is None
+    dispatcher.close()
