@@ -155,11 +155,10 @@ class LocalFeed:
                     recorder.tick(now_s)
                     recorder.take_new(now_s)
                     continue
-                frame = recorder.frame(now_s)
+                payload = self._encode(recorder.frame(now_s))
             except Exception:
                 logger.exception("the dashboard failed and is closed")
                 break
-            payload = self._encode(frame)
             for take in list(self.watchers.values()):
                 take(payload, False)
         self._ticker = None

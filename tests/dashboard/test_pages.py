@@ -185,6 +185,20 @@ async def test_a_defect_of_the_dashboard_is_not_the_schedulers() -> None:
         assert running.server.dispatcher.scheduler_errors == 0
 
 
+async def test_a_frame_that_cannot_be_written_ends_no_later_dashboard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with cluster() as running:
+        feed = local_feed(running)
+        feed.frame_s = 0.02
+        feed.watch(lambda payload, full: None)
+        monkeypatch.setattr(feed.recorder, "frame", lambda now_s: {"request_id": "\udcff"})
+        await until(lambda: feed.recorder is None)
+        frames: list[bytes] = []
+        feed.watch(lambda payload, full: frames.append(payload))
+        await until(lambda: len(frames) >= 3)
+
+
 # Slow and many watchers -----------------------------------------------------------------------
 
 
