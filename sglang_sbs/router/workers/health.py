@@ -182,12 +182,19 @@ class Monitor:
             self._go_on(worker)
             self.checks[worker.role, "failure" if problem else "success"] += 1
             if problem is None:
-                failures, successes = 0, successes + 1
+                successes += 1
                 needed = 1 if worker.healthy else self._config.success_threshold
-                if successes >= needed and await self._recover(worker):
-                    return
+                if successes >= needed:
+                    if await self._recover(worker):
+                        return
+                    if unusable := worker.problems.get("unusable"):
+                        problem = _Problem(unusable, silent=False)
             else:
-                failures, successes = failures + 1, 0
+                successes = 0
+            if problem is None:
+                failures = 0
+            else:
+                failures += 1
                 if failures >= self._config.failure_threshold:
                     self._registry.set_healthy(worker, False, problem.text)
                     if problem.silent:
@@ -225,7 +232,8 @@ class Monitor:
         patient = configured is not None or (age_s is not None and age_s < doubt_s)
         timeout_s = limit_s if patient else min(limit_s, doubt_s)
         place = "" if url == worker.url else f" at {url}"
-        for path in (worker.probe_path,) if worker.probe_path in paths else paths:
+        known = worker.probe_path if worker.probe_path in paths else ""
+        for path in (known, *(path for path in paths if path != known)) if known else paths:
             try:
                 status, _ = await self._get(url, path, timeout_s=timeout_s)
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
@@ -233,14 +241,17 @@ class Monitor:
                     logger.error("cannot check %s: %s", url, error)
                     return None
                 return _Problem(f"GET {path}{place}: {plain_error(error)}", silent=True)
-            if status == 404 and not configured and path != paths[-1]:
-                continue
-            worker.probe_path = path
             worker.last_response_s = time.monotonic()
-            # An engine without the cheap checks has at least responded.
-            if status == 200 or (status == 404 and not configured):
+            if status == 404 and not configured:
+                continue
+            if status == 200:
+                worker.probe_path = path
                 return None
             return _Problem(f"GET {path}{place}: {status}", silent=False)
+        # An engine without the cheap checks has at least responded. If it had one before, another
+        # server may have its address, and /server_info decides.
+        worker.boot.recheck = worker.boot.recheck or bool(known)
+        worker.probe_path = ""
         return None
 
     async def _describe(self, worker: Worker) -> bool:
