@@ -46,6 +46,7 @@ _PROBE_PATHS = ("/ready", "/ping")
 _RANK_PROBE_PATHS = ("/model_info",)
 """Health check where each DP rank has its own (Rust) HTTP server, which has neither path of
 ``_PROBE_PATHS``. It shows that the server answers, not that SGLang's scheduler does."""
+_TICK_S = 1.0
 _UNUSED_S = 1.0
 """While the policy does not use load polls, interval at which it is checked whether it does now."""
 _LOADS = "/v1/loads?include=core,disagg,queues"
@@ -124,8 +125,11 @@ class Monitor:
 
     async def _tick(self) -> None:
         while True:
-            await asyncio.sleep(1.0)
-            self._registry.tick()
+            await asyncio.sleep(_TICK_S)
+            try:
+                self._registry.tick()
+            except Exception:  # for example, no descriptors are left for an engine's KV events
+                logger.exception("the state of the workers was not updated; trying again")
 
     async def _keep(self, worker: Worker, run: Callable[[Worker], Awaitable[None]]) -> None:
         """Restart ``run`` after an unexpected error, so that no worker stays unwatched."""

@@ -1,4 +1,4 @@
-"""Watching a worker ends when it is asked to, also in the moment a probe times out."""
+"""Watching ends when it is asked to, also in the moment a probe times out, and not before."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import aiohttp
 import pytest
 
 from sglang_sbs.router.options.config import MonitorConfig
+from sglang_sbs.router.workers import health
 from sglang_sbs.router.workers.health import Monitor
 from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.server_info import WorkerInfo
@@ -49,4 +50,21 @@ async def test_a_cancellation_that_a_timeout_hid_is_not_outlived(all_at_once: bo
         await asyncio.sleep(0)
         _, pending = await asyncio.wait({watching}, timeout=10)
         assert not pending
+        await monitor.close()
+
+
+async def test_an_error_in_a_tick_does_not_end_the_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "_TICK_S", 0.001)
+    registry = Registry()
+    ticks = asyncio.Semaphore(0)
+
+    def broken() -> None:
+        ticks.release()
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(registry, "tick", broken)
+    async with aiohttp.ClientSession() as session, asyncio.timeout(10):
+        monitor = Monitor(registry, session, MonitorConfig(), lambda event: None)
+        for _ in range(3):
+            await ticks.acquire()
         await monitor.close()
