@@ -16,6 +16,7 @@ from sglang_sbs.scheduling.policies.immediate import (
     requests_of,
 )
 from sglang_sbs.scheduling.policy_registry import PolicySpec
+from sglang_sbs.scheduling.prefill.instance import Instances
 from sglang_sbs.scheduling.request import Request
 
 CACHE_THRESHOLD = 0.3
@@ -44,6 +45,14 @@ class CacheAware(RandomRank):
         self._trees: dict[InstanceId, OrderedDict[int, None]] = defaultdict(OrderedDict)
         """Names of blocks sent to each instance, least recently used first. A block's name covers
         all blocks before it."""
+
+    def on_topology_change(self, instances: Instances) -> None:
+        """Drop the oldest trees of workers that are not up: at most as many stay as workers are up.
+        With service discovery every pod has a name of its own, and a tree takes 25 MB."""
+        up = {instance.worker for instance in instances}
+        down = [name for name in self._trees if name not in up]
+        for name in down[: max(0, len(down) - len(up))]:
+            del self._trees[name]
 
     def worker_of(self, request: Request, workers: Sequence[Worker], now_s: float) -> Worker:
         worker = self._choose(request, workers)

@@ -87,6 +87,15 @@ class TestCacheAware:
         assert len(policy._trees["p0"]) == most
         assert 1 not in policy._trees["p0"]
 
+    def test_workers_that_come_and_go_leave_no_trees_behind(self):
+        policy = CacheAware(seed=1)
+        for pod in range(50):
+            cluster = instances(1)
+            cluster[0].worker = f"pod {pod}"
+            policy.on_topology_change(cluster)
+            policy.choose(request("a", [1, 2]), cluster, 0.0)
+        assert list(policy._trees) == ["pod 48", "pod 49"]
+
     def test_without_blocks_it_is_the_fewest_requests(self):
         cluster, policy = instances(2), CacheAware(seed=1)
         keep_busy(cluster[0], 1)
