@@ -179,6 +179,9 @@ class LegFailure(RouterError):
         """The connection broke during the request, as when the engine exits; the request may be the
         cause."""
         self._blameless = blameless
+        self.partner = ""
+        """URL of the attempt's other engine; empty if nothing was sent. A failed KV transfer is
+        often reported by the engine that works."""
         self.after_s: float | None = None
         """Seconds from the start of the attempt to the engine's error response; ``None`` without
         one."""
@@ -187,6 +190,11 @@ class LegFailure(RouterError):
         self.leaves_room = False
         """Decode may have contacted the prefill engine that refused the request, and state of the
         bootstrap room then stays there (SGLang fault ``refused-room-stays``)."""
+
+    def against_partner(self) -> LegFailure:
+        """Return the same failure as one of the attempt's other engine."""
+        leg: Leg = "decode" if self.leg == "prefill" else "prefill"
+        return LegFailure(leg, self.partner, self.status, self.code, self.message)
 
     @property
     def retryable(self) -> bool:

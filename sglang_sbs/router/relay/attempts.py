@@ -9,6 +9,8 @@ import logging
 import os
 import random
 import time
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from sglang_sbs.router.dispatch.dispatcher import Dispatcher
@@ -58,6 +60,30 @@ def _time_to_refuse_s(failure: LegFailure, least_s: float, most_s: float) -> flo
     return min(max(2 * failure.after_s, least_s), most_s)
 
 
+def _avoided(run: UnitRun, failure: LegFailure) -> list[str]:
+    """Return the engines that further attempts avoid because of a failure: the one that failed,
+    and the attempt's other engine if it took part in an earlier one. An engine whose KV transfers
+    fail lets its partners report it, looks idle, and would be chosen again and again."""
+    partner = failure.partner
+    if failure.transport or not partner:
+        return [failure.worker]
+    avoided = [failure.worker, *([partner] if partner in run.partners else [])]
+    run.partners.add(partner)
+    return avoided
+
+
+def _at_fault(failure: LegFailure, failures: Sequence[LegFailure], served: Pair) -> LegFailure:
+    """Return one of a unit's ``failures``, as one of the engine that probably caused it. That is
+    the attempt's other engine if it was not in the pair that ``served`` the unit, and the engine
+    that failed was, or took part in fewer failures."""
+    serving, engine, partner = (served.prefill, served.decode), failure.worker, failure.partner
+    if not partner or partner in serving:
+        return failure
+    took_part = Counter(url for each in failures for url in (each.worker, each.partner))
+    cleared = engine in serving or took_part[engine] < took_part[partner]
+    return failure.against_partner() if cleared else failure
+
+
 @dataclass(eq=False, repr=False)
 class Attempts:
     """Runs the units of all client requests; :meth:`run` handles one unit."""
@@ -83,7 +109,7 @@ class Attempts:
         try:
             return await self._retried(run)
         finally:
-            self._blame(run, served=False)
+            self._blame(run, None)
             run.on_prefilled()
             exchange.pairs.pop(unit, None)
 
@@ -96,7 +122,7 @@ class Attempts:
             worker.url for worker in self.registry if not takes_converted(worker.known.version)
         )
 
-    def _blame(self, run: UnitRun, *, served: bool) -> None:
+    def _blame(self, run: UnitRun, served: Pair | None) -> None:
         """Count a unit's 5xx responses against the engines' circuit breakers. If several engines
         failed and none ``served`` the unit, count none: the request may be the cause, and a few
         such requests must not take out every engine. If only one engine was tried (no retries, or
@@ -108,7 +134,9 @@ class Attempts:
         now_s = time.monotonic()
         for failure in suspects:
             role, engine = failure.leg, failure.worker
-            if served or (alone and self._suspicions.against(role, engine, now_s)):
+            if served is not None:
+                self.registry.leg_failed(_at_fault(failure, suspects, served))
+            elif alone and self._suspicions.against(role, engine, now_s):
                 self.registry.leg_failed(failure)
 
     async def _retried(self, run: UnitRun) -> Pair:
@@ -143,7 +171,7 @@ class Attempts:
                 without_frames(failure)
                 limits_s = self.config.least_to_refuse_s, self.config.most_to_refuse_s
                 run.decode_after_s = _time_to_refuse_s(failure, *limits_s)
-                run.exclude = tuple(dict.fromkeys((*run.exclude, failure.worker)))
+                run.exclude = tuple(dict.fromkeys((*run.exclude, *_avoided(run, failure))))
                 self.metrics.retried(failure, kind)
                 logger.info("%s: attempt %d failed (%s), retrying", name, run.attempts, failure)
             backoff_s = self._backoff_s(run.attempts)
@@ -173,7 +201,7 @@ class Attempts:
                 raise asyncio.CancelledError
             pair = self._start(attempt, dispatch)
             await pair.wait_open()
-            self._blame(run, served=True)
+            self._blame(run, pair)
             if exchange.plan.stream:
                 await exchange.downstream.open(pair.content_type, self._timing(exchange))
                 await pair.wait_done()

@@ -72,6 +72,8 @@ class UnitRun:
     attempts: int = 0
     exclude: tuple[str, ...] = ()
     """URLs of engines to avoid: they failed this unit, or are too old for its API."""
+    partners: set[str] = field(default_factory=set)
+    """URLs of the other engines of attempts that ended with an engine's error status."""
     broken_off: set[str] = field(default_factory=set)
     """URLs of engines that dropped the connection on this unit."""
     suspects: list[LegFailure] = field(default_factory=list)

@@ -285,6 +285,7 @@ class Pair:
         if self.closed or self._done:
             return
         over = not failure.transport or failure.unreachable
+        failure.partner = self.decode if failure.leg == "prefill" else self.prefill
         if not failure.transport:
             failure.after_s = time.monotonic() - self._started_s
         if failure.leg == "prefill":
