@@ -19,6 +19,7 @@ import msgspec
 import orjson
 
 from sglang_sbs.console.plain_words import plain_error
+from sglang_sbs.router.engine_secrets import beginning_without_secrets
 from sglang_sbs.router.engines.connection import UpstreamError
 from sglang_sbs.router.engines.connection_pool import Pool, fetch, is_our_own
 from sglang_sbs.router.engines.control_requests import ask
@@ -292,7 +293,8 @@ class Monitor:
         if status == 404:
             status, data = await self._get(url, "/get_server_info", timeout_s=30.0)
         if status != 200:
-            raise UnusableWorker(f"/server_info answers {status}: {data[:200]!r}")
+            shown = beginning_without_secrets(data, 200)
+            raise UnusableWorker(f"/server_info answers {status}: {shown!r}")
         value: Any = orjson.loads(data)
         if not isinstance(value, dict):
             raise UnusableWorker("/server_info is not a JSON object")

@@ -20,10 +20,8 @@ class Scripted(Monitor):
 
     answers: dict[str, bytes] = ENGINE
 
-    async def _get(
-        self, url: str, path: str, timeout_s: float | None = None
-    ) -> tuple[int, bytes]:
-        return (200, self.answers[path]) if path in self.answers else (404, b"404 page not found")
+    async def _get(self, url: str, path: str, timeout_s: float | None = None) -> tuple[int, bytes]:
+        return (200, self.answers[path]) if path in self.answers else (404, b"no page; token=k3y")
 
 
 @pytest.mark.parametrize("checks", [("/ready", "/ping"), ("/ping",)])
@@ -41,7 +39,7 @@ async def test_a_worker_whose_server_became_another_one_gets_no_requests(
         await until(lambda: worker.usable and worker.probe_path == checks[0])
         monitor.answers = {}
         await until(lambda: not worker.usable)
-        assert "/server_info answers 404" in worker.problems["unhealthy"]
+        assert worker.problems["unhealthy"] == "/server_info answers 404: 'no page; token=***'"
         monitor.answers = engine
         await until(lambda: worker.usable)
         # An engine without these checks answers /server_info.
