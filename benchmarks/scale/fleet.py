@@ -51,7 +51,6 @@ _LIMITS: dict[str, Any] = {
     "sglang_version": "0.5.23",
 }
 """What every message says of its rank."""
-_FIXED_SHARE = 0.3
 _ENDED_AT_ONCE = 200
 """Streams that get their last token in one turn of the event loop."""
 
@@ -65,11 +64,6 @@ class FleetShape(msgspec.Struct, kw_only=True, frozen=True):
     reports_per_s: float = 20.0
     """Of every rank: launches and ends of passes, decode steps, heartbeats of an idle rank."""
     token_s: float = 1.0
-    pass_s: float = 0.0
-    """How long a prefill pass of full chunks takes, three tenths of it whatever it computes; 0: all
-    passes take two reports."""
-    radix_cache: bool = False
-    """Whether engines say that they have one, as is SGLang's default; they compute all."""
 
     @property
     def ranks(self) -> int:
@@ -127,7 +121,7 @@ class _Instance:
             max_total_num_tokens=KV_TOKENS,
             max_req_input_len=131_072,
             disable_overlap_schedule=True,
-            disable_radix_cache=not self.fleet.shape.radix_cache,
+            disable_radix_cache=True,
             sbs={"boot_id": self.boot_id, "routers": [self.fleet.shape.endforward]},
         )
         return control_answer(path, info)
@@ -280,9 +274,6 @@ class Fleet:
         self.counts = FleetCounts()
         self.report_s = 1 / shape.reports_per_s
         self.cost = PassCost(fixed_s=2 * self.report_s)
-        if shape.pass_s:
-            slope_s = (1 - _FIXED_SHARE) * shape.pass_s / CHUNK_TOKENS
-            self.cost = PassCost(fixed_s=_FIXED_SHARE * shape.pass_s, max_s=slope_s)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._context.set(zmq.MAX_SOCKETS, shape.ranks + 8)
         self._rooms: dict[int, Callable[[], None] | None] = {}

@@ -52,7 +52,7 @@ def mistake_in(command: Command) -> str:
         "scripts/demo --no-such-flag",
         "scripts/install --no-such-flag",
         "scripts/bench-decisions --no-such-flag",
-        "scripts/bench-policy-cost --no-such-flag",
+        "scripts/bench-relay --no-such-flag",
         "scripts/test tests/no-such-file.py",
         "pip install no-such-package",
         "pip install sglang-sbs",
