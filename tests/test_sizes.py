@@ -25,7 +25,6 @@ TOO_LONG = {
 }
 TOO_MANY_PARAMETERS = {
     "benchmarks/compare_routers/workloads.py arrivals",
-    "benchmarks/fitting/recorded_runs.py record_runs",
     "sglang_sbs/scheduling/queue/flow_control.py first_token_in_s",
 }
 

@@ -16,10 +16,12 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.calibrate.virtual_gpu import virtual_gpu_cost, virtual_gpu_pass_cost
 from benchmarks.command_line import command_parser, make_writable
+from benchmarks.demo.load import Workload
+from benchmarks.demo.runs import policy_flags
 from benchmarks.demo.virtual_cluster import COST as RIG_COST
-from benchmarks.fitting.recorded_runs import record_runs
-from benchmarks.fitting.validation import virtual_gpu_cost, virtual_gpu_pass_cost
+from benchmarks.demo.virtual_cluster import running_rig
 from sglang_sbs import __version__
 from sglang_sbs.cluster.local import ClusterStartError
 from sglang_sbs.evaluate.fitting.calibration import LEAST_PASSES, FitErrors, fit_cost, usable_passes
@@ -50,6 +52,8 @@ examples:
 _LIMIT = 0.10
 """Largest accepted error of predicted passes: the mean against ``--expect``, the median of those
 that a fit has not seen."""
+_POLICIES, _LOAD, _PRIME_REQUESTS = ("round_robin", "sbs"), 0.7, 60
+"""Runs of ``--virtual-cluster``, and requests before them."""
 _BETTER = """\
 What helps: passes of different sizes (different prompts, loads from light to full), more of them
 (longer or more LOG files, --passes, --repeats), and engines with the machine for
@@ -175,21 +179,20 @@ def _gpu(
     return passes, facts
 
 
-def _virtual_cluster(options: argparse.Namespace, console: Console) -> list[RecordedPass]:
-    options.logs_to.mkdir(parents=True, exist_ok=True)
-    runs = asyncio.run(
-        record_runs(
-            options.logs_to,
-            topology=(1, 1),
-            dp_size=2,
-            policies=("sbs", "round_robin"),
-            loads=(0.7,),
-            seeds=(1,),
-            requests=options.requests,
-            console=console,
-        )
-    )
-    return read_passes([run.path for run in runs])
+async def _virtual_cluster(folder: Path, requests: int, console: Console) -> list[RecordedPass]:
+    """Raises: ClusterStartError; RuntimeError, a request failed, so a log lacks part of the load."""
+    folder.mkdir(parents=True, exist_ok=True)
+    async with running_rig(1, 1, 2, folder, console) as rig:
+        # The first requests pay for connections and handshakes between every pair of ranks.
+        prime = Workload(qps=rig.capacity_qps / 2, requests=_PRIME_REQUESTS, seed=0)
+        await rig.run("prime", policy_flags("round_robin"), prime)
+        workload = Workload(qps=_LOAD * rig.capacity_qps, requests=requests)
+        for policy in _POLICIES:
+            run = await rig.run(policy, policy_flags(policy), workload)
+            if run.failed:
+                raise RuntimeError(f"{policy}: {run.failed} failed, first: {run.errors[0]}")
+            console.print(f"recorded {policy}", highlight=False)
+    return read_passes([folder / f"{policy}.events" for policy in _POLICIES])
 
 
 # Saying it --------------------------------------------------------------------------------------
@@ -264,7 +267,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             passes, more = _gpu(options, console)
             facts |= {"source": "layers timed on one device", **more}
         elif options.virtual_cluster:
-            passes = _virtual_cluster(options, console)
+            recording = _virtual_cluster(options.logs_to, options.requests, console)
+            passes = asyncio.run(recording)
             facts["source"] = "SGLang on CPU with virtual GPU time"
         else:
             passes = read_passes(options.logs)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.calibrate.command import main, parse_arguments
-from benchmarks.fitting.validation import virtual_gpu_cost
+from benchmarks.calibrate.virtual_gpu import virtual_gpu_cost, virtual_gpu_pass_cost
 from sglang_sbs.evaluate.fitting.calibration import fit_cost
 from sglang_sbs.evaluate.fitting.recording import RecordedPass
 from sglang_sbs.scheduling import ForwardEnded, RequestArrived, SchedulerConfig
@@ -92,6 +92,15 @@ def test_the_virtual_gpu_takes_as_long_in_the_mean():
     virtual = virtual_gpu_cost(COST, known)
     theirs = sum(virtual.prefill_s(p.tokens) for p in known)
     assert theirs == pytest.approx(sum(p.forward_s for p in known), rel=0.05)
+
+
+def test_the_virtual_gpu_cost_is_the_same_in_the_simulator():
+    cost = VirtualGpuCost(
+        prefill_base_s=0.2, prefill_per_max_token_s=3e-4, prefill_per_total_token_s=1e-4
+    )
+    same = virtual_gpu_pass_cost(cost, 2)
+    for tokens in ([0, 10], [700, 300], [1024, 1024]):
+        assert same.pass_s(tokens, [0.0, 0.0]) == pytest.approx(cost.prefill_s(tokens))
 
 
 # From messages ----------------------------------------------------------------------------------

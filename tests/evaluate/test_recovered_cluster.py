@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import inspect
 import random
-import statistics
 
 import msgspec
 import pytest
 
-from benchmarks.fitting.recorded_runs import recorded_runs
-from benchmarks.fitting.validation import by_cell, compare, virtual_gpu_pass_cost
 from sglang_sbs.evaluate.fitting.calibration import calibrate, fit_cost
 from sglang_sbs.evaluate.fitting.recording import read_recording
 from sglang_sbs.scheduling import Scheduler, SchedulerConfig
 from sglang_sbs.scheduling.eventlog import EventLogWriter
 from sglang_sbs.simulator import ClusterSpec, PassCost, simulate
 from sglang_sbs.simulator.cluster import simulation
-from tools.cpu_engine.virtual_gpu import VirtualGpuCost
 
 SPEC = ClusterSpec(
     cost=PassCost(fixed_s=0.2, mean_s=1.3e-4, max_s=2.7e-4, pair_s=5e-8),
@@ -109,38 +105,6 @@ def test_a_log_without_batches_gives_no_spread_within_them(record):
     assert found.dispatch_jitter < 0.1 * found.gang_jitter
 
 
-def test_what_was_fitted_on_one_seed_predicts_another(record):
-    known = [record(policy, 1)[1] for policy in ("sbs", "least_tokens")]
-    calibration = calibrate(known)
-    cells = []
-    for policy in ("sbs", "least_tokens"):
-        outcome, recording = record(policy, 2)
-        cell = compare(recording, calibration, policy=policy, load=0.6, seed=2, skip=0, repeats=3)
-        late_s = SPEC.feedback_latency_s
-        real_s = statistics.fmean(r.ttft_s for r in outcome.requests) + late_s
-        assert cell.real_ttft_mean_s == pytest.approx(real_s)
-        assert cell.ratio == pytest.approx(1, abs=0.1)
-        cells.append(cell)
-    assert by_cell(cells) == {(0.6, c.policy): pytest.approx(c.ratio) for c in cells}
-
-
 def test_passes_of_single_ranks_are_not_taken_for_passes_of_all(record):
     with pytest.raises(ValueError, match=r"eta-load0\.6-seed1\.events has passes of p0, whose DP"):
         record("eta", 1, msgspec.structs.replace(SPEC, barrier=False))
-
-
-def test_recorded_runs_are_found_by_name(record, tmp_path):
-    record("sbs", 1)
-    (run,) = recorded_runs(tmp_path)
-    assert (run.policy, run.load, run.seed) == ("sbs", 0.6, 1)
-    with pytest.raises(ValueError, match="has no POLICY-loadLOAD-seedSEED"):
-        recorded_runs(tmp_path / "empty")
-
-
-def test_the_virtual_gpu_cost_is_the_same_in_the_simulator():
-    cost = VirtualGpuCost(
-        prefill_base_s=0.2, prefill_per_max_token_s=3e-4, prefill_per_total_token_s=1e-4
-    )
-    same = virtual_gpu_pass_cost(cost, 2)
-    for tokens in ([0, 10], [700, 300], [1024, 1024]):
-        assert same.pass_s(tokens, [0.0, 0.0]) == pytest.approx(cost.prefill_s(tokens))
