@@ -180,7 +180,7 @@ def _gpu(
 
 
 async def _virtual_cluster(folder: Path, requests: int, console: Console) -> list[RecordedPass]:
-    """Raises: ClusterStartError; RuntimeError, a request failed, so a log lacks part of the load."""
+    """Raises: ClusterStartError; RuntimeError, a request failed, so a log is incomplete."""
     folder.mkdir(parents=True, exist_ok=True)
     async with running_rig(1, 1, 2, folder, console) as rig:
         # The first requests pay for connections and handshakes between every pair of ranks.

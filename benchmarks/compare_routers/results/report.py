@@ -14,7 +14,6 @@ from benchmarks.compare_routers.results.rows import NOT_RUN, Header, Row, figure
 from benchmarks.compare_routers.results.tables import (
     LEGEND,
     Table,
-    agents_table,
     cell_tables,
     error_table,
     ratio_table,
@@ -65,7 +64,6 @@ def _figures(row: Row) -> dict[str, Any]:
         "stalled_s": row.stalled_s,
         "cpu_ms_per_request": row.cpu_ms_per_request,
         "tokens_per_s": row.tokens_per_s,
-        "computed_over_optimum": row.computed_over_optimum,
         "silent": row.silent,
         "answers": answers,
         "engines": engines,
@@ -87,7 +85,6 @@ def tables_of(rows: Sequence[Row]) -> list[Table]:
     """All of them, the ratios first."""
     found = [
         ratio_table(rows),
-        agents_table(rows),
         *cell_tables(rows),
         error_table(rows),
     ]
