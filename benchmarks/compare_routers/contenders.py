@@ -35,7 +35,7 @@ FIELD: tuple[Contender, ...] = (
     *(
         _ours(policy, policy)
         for policy in (
-            *("eta", "least_tokens", "least_requests", "stale_tokens", "sgl_router", "llm_d"),
+            *("eta", "least_tokens", "least_requests"),
             *("random_rank", "round_robin", "power_of_two", "random"),
         )
     ),

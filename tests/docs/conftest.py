@@ -9,7 +9,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from benchmarks.emulations import POLICIES as EMULATIONS
 from sglang_sbs.scheduling import RequestArrived, SchedulerConfig, policy_registry
 from sglang_sbs.scheduling.eventlog import EventLogWriter
 from sglang_sbs.simulator.cluster.cost import PassCost, save_cost
@@ -23,9 +22,8 @@ def readers_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The files and policies that commands of the documentation take for granted."""
     monkeypatch.chdir(tmp_path)
     example = runpy.run_path(str(ROOT / "examples" / "own_policy" / "example_policy.py"))["POLICY"]
-    for spec in (*EMULATIONS, example):
-        monkeypatch.setitem(policy_registry._specs, spec.name, spec)
-        monkeypatch.setitem(sweep.POLICY_CONFIGS, spec.name, {"policy": spec.name})
+    monkeypatch.setitem(policy_registry._specs, example.name, example)
+    monkeypatch.setitem(sweep.POLICY_CONFIGS, example.name, {"policy": example.name})
     for name in ("key", "endforward.key"):
         (tmp_path / name).write_text("0" * 64)
     rows = [(0.1 * i, 100 + i, 20) for i in range(100)]

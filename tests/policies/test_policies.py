@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks.emulations import POLICIES as EMULATIONS
 from sglang_sbs.policies import ImmediatePolicy, Plan, PolicySpec, PrefillPolicy
 from sglang_sbs.policies.cli import main, markdown
 from sglang_sbs.policies.conformance import CHECKS, Check, NonconformityError
 from sglang_sbs.scheduling import policy_names, policy_registry
-from sglang_sbs.scheduling.policy_registry import PolicyError, register, require, spec_of
+from sglang_sbs.scheduling.policy_registry import PolicyError, register, require
 
 ROOT = Path(__file__).parents[2]
 REQUESTS = 60
@@ -38,14 +37,6 @@ def spec(name: str, make: Any, **more: Any) -> PolicySpec:
 def test_ours_conform(name: str) -> None:
     for check in CHECKS:
         check.run(name, REQUESTS)
-
-
-@pytest.mark.parametrize("emulation", EMULATIONS, ids=lambda policy: policy.name)
-def test_emulations_conform(emulation: PolicySpec, registered: Any) -> None:
-    if spec_of(emulation.name) is None:
-        registered(emulation)
-    for check in CHECKS:
-        check.run(emulation.name, REQUESTS)
 
 
 class Broken(ImmediatePolicy):

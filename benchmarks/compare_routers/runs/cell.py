@@ -35,7 +35,6 @@ from sglang_sbs.cluster.plan import ProcessPlan
 from sglang_sbs.observe.recorder import TrafficRecorder
 from sglang_sbs.scheduling import SchedulerConfig
 from sglang_sbs.scheduling.eventlog import EventLogWriter
-from sglang_sbs.scheduling.policy_registry import MODULES
 
 WARM_UP_REQUESTS = 24
 _WARM_UP_LOAD = 0.5
@@ -275,8 +274,7 @@ async def _running(
     if (contender.ours or contender.tokenizes) and setting.model is not None:
         argv += ["--tokenizer-path", str(setting.model)]
     log = setting.log_dir / f"router-{_file_name(contender.name)}.log"
-    environment = {**os.environ, MODULES: "benchmarks.emulations"}
-    plan = ProcessPlan(contender.name, tuple(argv), environment, log)
+    plan = ProcessPlan(contender.name, tuple(argv), dict(os.environ), log)
     url = f"http://127.0.0.1:{ports.http}"
     try:
         async with router_process(plan, url, (contender.ready_path,), _STOP_GRACE_S) as process:

@@ -22,9 +22,6 @@ LOOKS: dict[str, PolicyLook] = {
     "least_tokens": PolicyLook(
         "#9467bd", "at once, to the DP rank with the fewest unfinished tokens"
     ),
-    "stale_tokens": PolicyLook(
-        "#c5b0d5", "least_tokens by loads a second old, as gateways that poll"
-    ),
     "least_requests": PolicyLook("#bcbd22", "at once, to the DP rank with the fewest requests"),
     "power_of_two": PolicyLook("#e377c2", "at once, to the better of two random DP ranks"),
     "round_robin": PolicyLook("#8c564b", "at once, to the DP ranks in turn"),
@@ -34,8 +31,6 @@ LOOKS: dict[str, PolicyLook] = {
         "#393b79", "the stock gateway's approximate trees, DP ranks at random"
     ),
     "session": PolicyLook("#aec7e8", "a conversation stays on one DP rank"),
-    "sgl_router": PolicyLook("#ad494a", "as SGLang's new router chooses"),
-    "llm_d": PolicyLook("#e7ba52", "by llm-d's scores"),
 }
 _SPARE = ("#ce6dbd", "#3182bd", "#e6550d", "#31a354", "#756bb1", "#bd9e39", "#5254a3", "#a55194")
 
