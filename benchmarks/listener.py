@@ -5,23 +5,19 @@ Engines get an address here beside the router's (``SGLANG_SBS_ROUTERS``).
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from time import monotonic
-from typing import Self, cast
+from typing import Self
 
 import aiohttp
 import msgspec
-import zmq
-import zmq.asyncio
 
-from sglang_sbs.wire import TOPIC, EndForward, MalformedMessage, decode_endforward
-from sglang_sbs.wire.curve import Gatekeeper, keys_in
+from sglang_sbs.router.signals.endforward_socket import EndForwardSocket
+from sglang_sbs.wire import EndForward
+from sglang_sbs.wire.curve import keys_in
 
 _TIMEOUT = aiohttp.ClientTimeout(total=10)
-_QUEUED_MESSAGES = 100_000
 
 
 class ReceivedMessage(msgspec.Struct, frozen=True):
@@ -32,60 +28,30 @@ class ReceivedMessage(msgspec.Struct, frozen=True):
 
 
 class ReportListener:
+    """Keeps the messages of engines that connect to an endpoint here."""
+
     def __init__(self, bind: str, key_file: Path | None = None) -> None:
-        """Opens a socket at ``bind``, where engines connect to.
-
-        ``key_file``: the engines' SGLANG_SBS_ENDFORWARD_KEY_FILE.
-
-        Raises:
-            OSError: an endpoint cannot be used; the message names it.
-            SecretError: the key cannot be used.
-        """
+        """``key_file``: the engines' SGLANG_SBS_ENDFORWARD_KEY_FILE. Raises: SecretError."""
         self.bind = bind
-        keys = None if key_file is None else keys_in(key_file)
-        self._plain: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        self._context: zmq.asyncio.Context = zmq.asyncio.Context.shadow(self._plain)
-        self._gatekeeper = None if keys is None else Gatekeeper(self._plain, keys)
-        self._socket: zmq.asyncio.Socket = self._context.socket(zmq.SUB)
+        self._keys = None if key_file is None else keys_in(key_file)
         self._received: list[ReceivedMessage] = []
-        self._task: asyncio.Task[None] | None = None
-        self._socket.setsockopt(zmq.SUBSCRIBE, TOPIC)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.RCVHWM, _QUEUED_MESSAGES)
-        try:
-            if keys is not None:
-                keys.serve(cast("zmq.Socket[bytes]", self._socket))
-            self._socket.bind(bind)
-        except zmq.ZMQError as error:
-            self._close()
-            raise OSError(error.errno, f"cannot listen at {bind}: {error.strerror}") from error
+        self._socket = EndForwardSocket(self._receive, "--listen")
 
     async def __aenter__(self) -> Self:
-        self._task = asyncio.create_task(self._listen(), name="EndForward listener")
+        """Raises: OSError, the endpoint cannot be used; the message names it."""
+        self._socket.open(self.bind, self._keys)
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-        self._close()
-
-    def _close(self) -> None:
-        self._socket.close(0)
-        if self._gatekeeper is not None:
-            self._gatekeeper.close()
-        self._plain.term()
+        self._socket.close()
 
     def take(self) -> list[ReceivedMessage]:
-        """What came since the last call."""
+        """Return the messages since the last call."""
         received, self._received = self._received, []
         return received
 
-    async def _listen(self) -> None:
-        while True:
-            frames = await self._socket.recv_multipart()
-            with suppress(MalformedMessage, ValueError):
-                self._received.append(ReceivedMessage(monotonic(), decode_endforward(frames)))
+    def _receive(self, report: EndForward, _peer: str) -> None:
+        self._received.append(ReceivedMessage(monotonic(), report))
 
 
 def engine_clocks(received: Sequence[ReceivedMessage]) -> dict[str, float]:
