@@ -289,7 +289,7 @@ def _against(options: argparse.Namespace, console: Console) -> int:
     try:
         uvloop.run(bench.against(versions_of(options.against)))
     except RuntimeError as error:
-        console.print(f"[red]{error}[/red]")
+        console.print(f"{error}", style="red", markup=False)
         return 1
     found = {name: ratio_of_versions(bench.samples, name) for name in ("ours", "ours-sbs")}
     for name, (low, middle, high) in found.items():
@@ -367,7 +367,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         uvloop.run(bench.run())
     except RuntimeError as error:
-        console.print(f"[red]{error}[/red]")
+        console.print(f"{error}", style="red", markup=False)
         return 1
     print_tables(bench.samples, options, console)
     result: dict[str, Any] = {

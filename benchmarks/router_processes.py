@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import ssl
 import sys
 import time
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -12,13 +11,16 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import IO
+from tempfile import TemporaryDirectory
 
 from benchmarks import CHECKOUT
-from sglang_sbs.cluster.plan import router_argv
+from benchmarks.demo.runs import router_process
+from sglang_sbs.cluster.plan import ProcessPlan, router_argv
+from sglang_sbs.cluster.spawn import SpawnedProcess
 from tools.stand_ins.ports import free_ports
 
-_START_S = 60.0
+_END_S = 5.0
+"""Longest time between the request to end and SIGKILL."""
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -35,8 +37,8 @@ class Contender:
     library: str = ""
     """The package that decides, where that is not the one that is run."""
     tokenizes: bool = False
-    tls: ssl.SSLContext | None = None
-    """For clients, where it serves over TLS."""
+    tls: bool = False
+    """Whether it serves over TLS."""
     wrapper: tuple[str, ...] = ()
     """A command that runs the one behind it, as ``prlimit`` does."""
 
@@ -135,14 +137,15 @@ async def running(contender: Contender, prefill: int, decode: int) -> AsyncItera
     """The router in front of engines at these ports.
 
     Raises:
-        RuntimeError: it does not get ready; with the end of what it said.
+        RouterStartError: it does not get ready; with the end of its log.
     """
     port, metrics_port = free_ports(2)
     argv = contender.command([(_url(prefill), 8998)], [_url(decode)], port, metrics_port)
     argv += ["--worker-startup-check-interval", "1"]
-    async with serving(contender, argv, port) as process:
-        processes = Processes(process.pid)
-        yield Running(contender, port, processes, processes.resident_bytes())
+    with TemporaryDirectory() as folder:
+        async with serving(contender, argv, port, Path(folder) / "log") as process:
+            processes = Processes(process.pid)
+            yield Running(contender, port, processes, processes.resident_bytes())
 
 
 def _url(port: int) -> str:
@@ -151,56 +154,17 @@ def _url(port: int) -> str:
 
 @asynccontextmanager
 async def serving(
-    contender: Contender, argv: Sequence[str], port: int, log: IO[bytes] | None = None
-) -> AsyncIterator[asyncio.subprocess.Process]:
-    """The router of this command line once it is ready at its port; ``log`` takes what it says.
+    contender: Contender, argv: Sequence[str], port: int, log: Path = Path(os.devnull)
+) -> AsyncIterator[SpawnedProcess]:
+    """Run the router of this command line, and yield its process once it is ready at its port.
 
     Raises:
-        RuntimeError: it does not get ready.
+        RouterStartError: it does not get ready; with the end of its log.
     """
-    output = asyncio.subprocess.DEVNULL if log is None else log
-    process = await asyncio.create_subprocess_exec(*argv, stdout=output, stderr=output)
-    try:
-        await _until_ready(process, port, contender)
+    url = f"{'https' if contender.tls else 'http'}://127.0.0.1:{port}"
+    plan = ProcessPlan(contender.name, tuple(argv), dict(os.environ), log)
+    async with router_process(plan, url, (contender.ready_path,), _END_S) as process:
         yield process
-    finally:
-        await end_process(process)
-
-
-async def _until_ready(
-    process: asyncio.subprocess.Process, port: int, contender: Contender
-) -> None:
-    """Raises: RuntimeError, it does not get ready."""
-    end_s = time.monotonic() + _START_S
-    request = f"GET {contender.ready_path} HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n"
-    while time.monotonic() < end_s and process.returncode is None:
-        with suppress(OSError):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=contender.tls)
-            writer.write(request.encode())
-            line = await reader.readline()
-            writer.close()
-            if b" 200" in line:
-                return
-        await asyncio.sleep(0.1)
-    what = "does not get ready" if process.returncode is None else "ended at its start"
-    raise RuntimeError(f"{contender.name} ({contender.module}) {what}; run it by hand to see why")
-
-
-async def end_process(process: asyncio.subprocess.Process) -> None:
-    """Its children go with it, or are killed by the ids they had."""
-    descendants = Processes(process.pid).pids()[1:]
-    if process.returncode is None:
-        process.terminate()
-    try:
-        async with asyncio.timeout(5.0):
-            await process.wait()
-    except TimeoutError:
-        with suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
-        for pid in descendants:
-            with suppress(ProcessLookupError):
-                os.kill(pid, 9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,31 +177,32 @@ class Helper:
 
 
 @asynccontextmanager
-async def helper(module: str, *words: str, folder: Path = CHECKOUT) -> AsyncIterator[Helper]:
-    """``python -m MODULE WORDS`` in ``folder``; it is to end when its stdin does."""
+async def helper(module: str, *words: str) -> AsyncIterator[Helper]:
+    """Run ``python -m MODULE WORDS``, which is to end when its stdin does."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", module, *words),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
-        cwd=folder,
+        cwd=CHECKOUT,
     )
     assert process.stdin is not None and process.stdout is not None
     try:
         yield Helper(process.pid, process.stdin, process.stdout)
     finally:
         process.stdin.close()
-        await end_process(process)
+        try:
+            async with asyncio.timeout(_END_S):
+                await process.wait()
+        except TimeoutError:
+            process.kill()
+            await process.wait()
 
 
 @asynccontextmanager
-async def raw_engines(
-    module: str = "benchmarks.raw_engine", folder: Path = CHECKOUT
-) -> AsyncIterator[tuple[int, int]]:
-    """A process with both engines of :mod:`.raw_engine`, or of a module like it in ``folder``.
-
-    Yields: the ports of prefill and decode.
-    """
-    async with helper(module, folder=folder) as engines:
+async def raw_engines(module: str = "benchmarks.raw_engine") -> AsyncIterator[tuple[int, int]]:
+    """Run both engines of :mod:`.raw_engine`, or of a module like it, and yield the ports of
+    prefill and decode."""
+    async with helper(module) as engines:
         prefill, decode = map(int, (await engines.stdout.readline()).split())
         yield prefill, decode
 

@@ -26,7 +26,6 @@ MOST_RATIO = 4.0
 FREE_MIB = 8.0
 """Growth that is within the target whatever was sent: 700 connections that send nothing take it."""
 _ENGINES = "benchmarks.hostile.engines"
-_FOLDER = Path(__file__).parents[2]
 _EPILOG = """\
 Every case has a router of its own, with its defaults, in front of two engines that cost next to
 nothing. A probe, a process of its own, asks it for a small chat every 5 ms: for two seconds before
@@ -67,7 +66,7 @@ async def run(cases: Sequence[Case], console: Console) -> list[Row]:
         write_files(Path(folder))
         for number, case in enumerate(cases, 1):
             console.print(f"{number} of {len(cases)}: {case.name}, {case.about}", style="dim")
-            async with raw_engines(_ENGINES, _FOLDER) as engines:
+            async with raw_engines(_ENGINES) as engines:
                 rows.append(await measure(case, engines, Path(folder)))
     return rows
 

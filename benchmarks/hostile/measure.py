@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -14,8 +13,8 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from benchmarks.hostile.case import Case, Target, tls_context
-from benchmarks.router_processes import Contender, Processes, running
+from benchmarks.hostile.case import Case, Target
+from benchmarks.router_processes import Contender, Processes, helper, running
 from tools.stand_ins.ports import free_ports
 
 QUIET_S = 2.0
@@ -74,7 +73,7 @@ async def measure(case: Case, engines: tuple[int, int], folder: Path) -> Row:
         "ours",
         case.module,
         (*flags, *case.flags),
-        tls=tls_context() if case.tls else None,
+        tls=case.tls,
         wrapper=("prlimit", f"--nofile={case.descriptors}") if case.descriptors else (),
     )
     async with running(router, *engines) as started, _probing(started.port, case) as answers:
@@ -116,32 +115,25 @@ _Answer = tuple[float, float, int]
 async def _probing(port: int, case: Case) -> AsyncIterator[list[_Answer]]:
     """Entered with the first answer; the answers are whole when it is left."""
     words = [word for word in ("tls", "reconnects") if getattr(case, word)]
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "benchmarks.hostile.probe", str(port), *words),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        cwd=Path(__file__).parents[2],
-    )
-    assert process.stdin is not None and process.stdout is not None
     answers: list[_Answer] = []
 
     def add(line: bytes) -> None:
         at_s, took_s, status = line.split()
         answers.append((float(at_s), float(took_s), int(status)))
 
-    async def collect() -> None:
-        assert process.stdout is not None
-        async for line in process.stdout:
-            add(line)
+    async with helper("benchmarks.hostile.probe", str(port), *words) as probe:
 
-    add(await process.stdout.readline())
-    collecting = asyncio.create_task(collect())
-    try:
-        yield answers
-    finally:
-        process.stdin.close()
-        await process.wait()
-        await collecting
+        async def collect() -> None:
+            async for line in probe.stdout:
+                add(line)
+
+        add(await probe.stdout.readline())
+        collecting = asyncio.create_task(collect())
+        try:
+            yield answers
+        finally:
+            probe.stdin.close()
+            await collecting
 
 
 def _peak_bytes(processes: Processes) -> int:

@@ -151,7 +151,6 @@ async def running_router(
     hears = ("--sbs-endforward-bind", endforward, "--log-level", "warn", *flags)
     own = ("--frontends", str(workers), *(() if tcp else hears))
     async with AsyncExitStack() as stack:
-        output = stack.enter_context(log.open("wb"))
         scheduler = None
         if tcp:
             key = log.with_suffix(".key")
@@ -163,13 +162,13 @@ async def running_router(
                 ("--sbs-listen", address, *shared, *hears),
             )
             argv = alone.command(prefill, decode, unused, metrics_port)
-            remote = await stack.enter_async_context(serving(alone, argv, metrics_port, output))
+            remote = await stack.enter_async_context(serving(alone, argv, metrics_port, log))
             scheduler = remote.pid
             own = (*own, "--sbs-scheduler", address, *shared, "--log-level", "warn")
         contender = Contender("the router", "sglang_sbs.launch_router", own)
         known = ([], []) if tcp else (prefill, decode)
         argv = contender.command(*known, port, free_ports(1)[0] if tcp else metrics_port)
-        process = await stack.enter_async_context(serving(contender, argv, port, output))
+        process = await stack.enter_async_context(serving(contender, argv, port, log))
         router = ScaledRouter(port, metrics_port, process.pid, scheduler)
         await _until_reported(router, shape)
         yield router
