@@ -47,10 +47,7 @@ class EngineRecord:
     endforward: Counter[str] = field(default_factory=Counter)
     """EndForward messages of kind ``forward``, by rank, prefill and decode."""
     pairs: dict[str, tuple[str, str]] = field(default_factory=dict)
-    held_s: list[float] = field(default_factory=list)
     passes: list[ForwardPass] = field(default_factory=list)
-    hook_us: list[int] = field(default_factory=list)
-    """Time the hook took for one message, microseconds."""
     chunk_tokens: int = 0
 
 
@@ -115,13 +112,10 @@ def read_engines(log: Path, names: Mapping[str, str]) -> EngineRecord:
                 record.prefill_ranks[prefill] += 1
                 record.decode_ranks[decode] += 1
                 record.pairs[command.rid] = (prefill, decode)
-                record.held_s.append(command.held_s)
         if not isinstance(entry.event, ForwardEnded):
             continue
         report = entry.event.report
         name = names[entry.event.instance]
-        if report.hook_us:
-            record.hook_us.append(report.hook_us)
         if report.kind == "forward":
             record.endforward[f"{name}/{report.dp_rank}"] += 1
             if report.role == "prefill":

@@ -68,7 +68,6 @@ def test_event_log_names_the_ranks_of_each_request(log: Path):
     assert record.prefill_ranks == {"p0/1": 1}
     assert record.decode_ranks == {"d0/0": 1}
     assert record.pairs == {"r": ("p0/1", "d0/0")}
-    assert record.held_s == [0.5]
 
 
 def test_without_a_barrier_every_rank_makes_passes_of_its_own():

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+from msgspec import structs
 
 from benchmarks.compare_routers.results import ratios
 from benchmarks.compare_routers.results.rows import NOT_RUN, Header, Row, figures
 from benchmarks.compare_routers.results.tables import (
     LEGEND,
-    Table,
+    RATIO_LEGEND,
     cell_tables,
     error_table,
     ratio_table,
@@ -23,6 +24,12 @@ from sglang_sbs.console.extras import without_matplotlib
 from sglang_sbs.simulator.experiments.page import Part, Picture, write_page
 from sglang_sbs.simulator.experiments.policy_looks import colours_of
 from sglang_sbs.simulator.experiments.tables import ResultTable
+
+_IN_JSON = (
+    *("requests", "begun", "revision", "qps", "host_lag_ms", "most_host_lag_ms", "stalled_s"),
+    *("cpu_ms_per_request", "tokens_per_s", "silent", "answers", "engines"),
+)
+"""Fields of a row that ``--json`` has beside those of its key."""
 
 
 def summary(header: Header, rows: Sequence[Row]) -> dict[str, Any]:
@@ -46,28 +53,7 @@ def summary(header: Header, rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _figures(row: Row) -> dict[str, Any]:
-    answers, engines = row.answers, row.engines
-    assert answers is not None
-    assert engines is not None
-    key = row.key
-    return {
-        "workload": key.workload,
-        "load": key.load,
-        "seed": key.seed,
-        "policy": key.policy,
-        "requests": row.requests,
-        "begun": row.begun,
-        "revision": row.revision,
-        "qps": row.qps,
-        "host_lag_ms": row.host_lag_ms,
-        "most_host_lag_ms": row.most_host_lag_ms,
-        "stalled_s": row.stalled_s,
-        "cpu_ms_per_request": row.cpu_ms_per_request,
-        "tokens_per_s": row.tokens_per_s,
-        "silent": row.silent,
-        "answers": answers,
-        "engines": engines,
-    }
+    return structs.asdict(row.key) | {name: getattr(row, name) for name in _IN_JSON}
 
 
 def write_json(header: Header, rows: Sequence[Row], path: Path) -> None:
@@ -79,16 +65,6 @@ def write_json(header: Header, rows: Sequence[Row], path: Path) -> None:
 
 def _builtins(value: Any) -> Any:
     return {name: getattr(value, name) for name in value.__struct_fields__}
-
-
-def tables_of(rows: Sequence[Row]) -> list[Table]:
-    """All of them, the ratios first."""
-    found = [
-        ratio_table(rows),
-        *cell_tables(rows),
-        error_table(rows),
-    ]
-    return [table for table in found if table is not None]
 
 
 def facts_of(header: Header, rows: Sequence[Row]) -> list[tuple[str, str]]:
@@ -118,28 +94,28 @@ def facts_of(header: Header, rows: Sequence[Row]) -> list[tuple[str, str]]:
     ]
 
 
-def _escaped(word: str) -> str:
-    return word.replace("|", "\\|")
+def _markdown(part: str | ResultTable) -> list[str]:
+    if isinstance(part, str):
+        return [part, ""]
+    heads = [f"## {part.title}", "", f"| {' | '.join(part.columns)} |"]
+    cells = ([word.replace("|", "\\|") for word in row] for row in part.rows)
+    rows = [f"| {' | '.join(row)} |" for row in cells]
+    return [*heads, "|" + "---|" * len(part.columns), *rows, ""]
 
 
 def write_report(header: Header, rows: Sequence[Row], directory: Path) -> None:
     """``report.md`` and ``report.html``: verdict, tables, and how it was measured. The page also
     has a picture, where matplotlib is installed."""
     directory.mkdir(parents=True, exist_ok=True)
-    said, tables, facts = sentences(rows), tables_of(rows), facts_of(header, rows)
+    facts, failures = facts_of(header, rows), error_table(rows)
+    texts: list[str | ResultTable] = [*sentences(rows), ratio_table(rows), RATIO_LEGEND]
+    texts += [*cell_tables(rows), *([] if failures is None else [failures])]
     lines = ["# Routers compared", ""]
-    lines += [line for sentence in said for line in (sentence, "")]
-    parts: list[Part] = [*said]
-    for table in tables:
-        lines += [f"## {table.title}", ""]
-        lines += ["| " + " | ".join(table.columns) + " |", "|" + "---|" * len(table.columns)]
-        lines += ["| " + " | ".join(map(_escaped, row)) + " |" for row in table.rows]
-        lines += ["", *([table.note, ""] if table.note else [])]
-        parts += [ResultTable(table.title, [*table.columns], [[*row] for row in table.rows])]
-        parts += [table.note] if table.note else []
-    lines += [LEGEND, "", "## How it was measured", ""]
-    lines += [*(f"- {name}: {value}" for name, value in facts), ""]
+    for text in (*texts, LEGEND):
+        lines += _markdown(text)
+    lines += ["## How it was measured", "", *(f"- {name}: {value}" for name, value in facts), ""]
     (directory / "report.md").write_text("\n".join(lines), encoding="utf-8")
+    parts: list[Part] = [*texts]
     if (png := ttft_by_load(rows)) is not None:
         parts.append(Picture("TTFT by load", png))
     parts += [LEGEND, ResultTable("How it was measured", ["", ""], [[*fact] for fact in facts])]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from benchmarks.compare_routers.results.measure import Answers, Engines
 from benchmarks.compare_routers.results.ratios import (
@@ -16,17 +15,10 @@ from benchmarks.compare_routers.results.ratios import (
     serves,
 )
 from benchmarks.compare_routers.results.rows import Row
+from sglang_sbs.simulator.experiments.tables import ResultTable
 
 WORSE_FROM = 1.02
 """A ratio above this is called worse: two percent is what runs of the same thing differ by."""
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    note: str = ""
 
 
 def verdict(ratio: float) -> str:
@@ -36,7 +28,7 @@ def verdict(ratio: float) -> str:
     return "better" if ratio < 1 / WORSE_FROM else "equal"
 
 
-def ratio_table(rows: Sequence[Row]) -> Table:
+def ratio_table(rows: Sequence[Row]) -> ResultTable:
     out = []
     for cell in ratio_cells(rows):
         # Without a peer among the contenders there is nothing to judge by.
@@ -65,29 +57,26 @@ def ratio_table(rows: Sequence[Row]) -> Table:
                 judged,
             ]
         )
-    return Table(
+    return ResultTable(
         "SBS against the best peer of each cell (ratio, least and most over seeds)",
-        (
-            *(
-                "workload",
-                "load",
-                "policy",
-                "mean TTFT",
-                "best peer",
-                "p99 TTFT",
-                "best peer (p99)",
-            ),
+        [
+            *("workload", "load", "policy"),
+            *("mean TTFT", "best peer", "p99 TTFT", "best peer (p99)"),
             *("decode KV band", "active ranks", "max / mean"),
             *("mean, own", "p99, own", "best of own", "seeds", ""),
-        ),
+        ],
         out,
-        "Below 1 is better; of active ranks above 1. The best peer is the one SBS looks worst "
-        "against, for every figure anew, of those that ran with all seeds. "
-        "own: the same against our own immediate policies, which have this relay too. "
-        f"worse: mean or p99 above {WORSE_FROM:g}; better: both below 1/{WORSE_FROM:g}. "
-        "disturbed: in a run of the cell the host lag was too large a part of a pass, or the loop "
-        "of a router of ours stood still.",
     )
+
+
+RATIO_LEGEND = (
+    "Below 1 is better; of active ranks above 1. The best peer is the one SBS looks worst "
+    "against, for every figure anew, of those that ran with all seeds. "
+    "own: the same against our own immediate policies, which have this relay too. "
+    f"worse: mean or p99 above {WORSE_FROM:g}; better: both below 1/{WORSE_FROM:g}. "
+    "disturbed: in a run of the cell the host lag was too large a part of a pass, or the loop "
+    "of a router of ours stood still."
+)
 
 
 def _ratio(cell: dict[str, object], name: str) -> str:
@@ -121,7 +110,7 @@ COLUMNS: tuple[Column, ...] = (
 )
 
 
-def cell_tables(rows: Sequence[Row]) -> list[Table]:
+def cell_tables(rows: Sequence[Row]) -> list[ResultTable]:
     """Every contender of every cell; means over seeds."""
     tables = []
     for (workload, load), mine in cells_of(rows).items():
@@ -135,16 +124,11 @@ def cell_tables(rows: Sequence[Row]) -> list[Table]:
             name = policy if serves(of) else f"{policy} (fails)"
             out.append([name, str(len(of)), *words])
         qps = statistics.fmean(row.qps for row in mine)
+        titles = (title for title, _, _ in COLUMNS)
         tables.append(
-            Table(
+            ResultTable(
                 f"{workload} at load {load:g} ({qps:.1f} requests/s)",
-                (
-                    "contender",
-                    "seeds",
-                    *(title for title, _, _ in COLUMNS),
-                    "host lag",
-                    "router CPU",
-                ),
+                ["contender", "seeds", *titles, "host lag", "router CPU"],
                 out,
             )
         )
@@ -172,7 +156,7 @@ LEGEND = (
 )
 
 
-def error_table(rows: Sequence[Row]) -> Table | None:
+def error_table(rows: Sequence[Row]) -> ResultTable | None:
     """Contenders without figures; ``None`` if all have some."""
     out = [[policy, " ".join(why.split())[:400]] for policy, why in sorted(errors(rows).items())]
-    return Table("Not compared", ("contender", "why"), out) if out else None
+    return ResultTable("Not compared", ["contender", "why"], out) if out else None
