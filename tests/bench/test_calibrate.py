@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.calibrate.command import main, parse_arguments
-from benchmarks.calibrate.virtual_gpu import virtual_gpu_cost, virtual_gpu_pass_cost
+from benchmarks.calibrate.command import main, parse_arguments, virtual_gpu_cost
 from sglang_sbs.evaluate.fitting.calibration import fit_cost
 from sglang_sbs.evaluate.fitting.recording import RecordedPass
 from sglang_sbs.scheduling import ForwardEnded, RequestArrived, SchedulerConfig
 from sglang_sbs.scheduling.eventlog import EventLogWriter
-from sglang_sbs.simulator.cluster.cost import PassCost, load_cost, save_cost
+from sglang_sbs.simulator.cluster.cost import PassCost, load_cost
 from sglang_sbs.wire import EndForward
 from tools.cpu_engine.virtual_gpu import VirtualGpuCost
 
@@ -94,15 +93,6 @@ def test_the_virtual_gpu_takes_as_long_in_the_mean():
     assert theirs == pytest.approx(sum(p.forward_s for p in known), rel=0.05)
 
 
-def test_the_virtual_gpu_cost_is_the_same_in_the_simulator():
-    cost = VirtualGpuCost(
-        prefill_base_s=0.2, prefill_per_max_token_s=3e-4, prefill_per_total_token_s=1e-4
-    )
-    same = virtual_gpu_pass_cost(cost, 2)
-    for tokens in ([0, 10], [700, 300], [1024, 1024]):
-        assert same.pass_s(tokens, [0.0, 0.0]) == pytest.approx(cost.prefill_s(tokens))
-
-
 # From messages ----------------------------------------------------------------------------------
 
 
@@ -159,10 +149,9 @@ def logged(path: Path, count: int, **how) -> str:
     return str(path)
 
 
-def test_an_event_log_gives_the_cost(tmp_path: Path, capsys):
-    log, out, truth = logged(tmp_path / "run.events", 120), tmp_path / "c.json", tmp_path / "t.json"
-    save_cost(COST, truth)
-    assert main([log, "--expect", str(truth), "--out", str(out), "--note", "made up"]) == 0
+def test_an_event_log_gives_the_cost(tmp_path: Path):
+    log, out = logged(tmp_path / "run.events", 120), tmp_path / "c.json"
+    assert main([log, "--out", str(out), "--note", "made up"]) == 0
     found = load_cost(out)
     tokens = [2000, 500]
     pairs = [n * n / 2 for n in tokens]
@@ -174,7 +163,6 @@ def test_an_event_log_gives_the_cost(tmp_path: Path, capsys):
     assert VirtualGpuCost.from_json(out.read_text()).prefill_base_s == pytest.approx(
         content["cost"]["fixed_s"]
     )
-    assert "passes are off by 0." in capsys.readouterr().out
 
 
 def words(text: str) -> str:
