@@ -16,7 +16,6 @@ def _stock(policy: str) -> Contender:
 
 
 def _ours(name: str, policy: str, *flags: str) -> Contender:
-    """``policy``: one of :data:`benchmarks.demo.runs.POLICY_NAMES`."""
     module = "sglang_sbs.launch_router"
     return Contender(name, module, (*policy_flags(policy), *flags), ours=True)
 

@@ -1,4 +1,4 @@
-"""One policy over the engines of a running cluster: its router, a load, the result."""
+"""A router over the engines of a running cluster, and the result of a load through it."""
 
 from __future__ import annotations
 
@@ -10,23 +10,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from benchmarks.demo.load import Arrival, Latency, Sample, run_load
-from benchmarks.demo.passes import EngineRecord, PassStatistics, pass_statistics, read_engines
+from benchmarks.demo.load import Latency, Sample
+from benchmarks.demo.passes import EngineRecord, PassStatistics, pass_statistics
 from sglang_sbs.cluster.plan import InstancePlan, ProcessPlan, Role, pd_urls, router_argv
 from sglang_sbs.cluster.readiness import ROUTER_READINESS_PATHS, NotReadyError, wait_until_ready
 from sglang_sbs.cluster.spawn import SpawnedProcess, last_words
 from sglang_sbs.cluster.supervise import ClusterSupervisor, ProcessDiedError
-from sglang_sbs.scheduling import policy_names
 
-POLICY_NAMES = ("sbs", "sbs_paper", *(p for p in policy_names() if p != "sbs"))
 ROUTER_TIMEOUT_S = 60.0
 STOP_GRACE_S = 10.0
 
 
 def policy_flags(name: str) -> list[str]:
-    """Router flags of one of :data:`POLICY_NAMES`, without flow control: an overload run measures
+    """Router flags of a policy or of ``sbs_paper``, without flow control: an overload run measures
     waiting, not refusing."""
     policy = ["sbs", "--sbs-trigger", "paper"] if name == "sbs_paper" else [name]
     return ["--policy", *policy, "--sbs-n-limit", "1000000"]
@@ -129,35 +126,3 @@ async def router_process(
         yield process
     finally:
         await supervisor.stop(stop_grace_s)
-
-
-async def run_policy(
-    label: str,
-    instances: Sequence[InstancePlan],
-    ports: RouterPorts,
-    flags: Sequence[str],
-    arrivals: Sequence[Arrival],
-    log_dir: Path,
-    *,
-    warm_up: Sequence[Arrival] = (),
-    timeout_s: float = 120.0,
-) -> Run:
-    """Send a load through a router with these flags, with a progress bar; read its event log.
-
-    ``warm_up`` goes first and is in no figure but the event counts: it fills connection pools and
-    teaches the scheduler the forward time.
-    """
-    event_log = log_dir / f"{label}.events"
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(TextColumn("{task.description:<28}"), *columns, transient=True) as progress:
-        task = progress.add_task(label, total=len(warm_up) + len(arrivals))
-
-        def done(_sample: Sample) -> None:
-            progress.advance(task)
-
-        flags = [*flags, "--sbs-event-log", str(event_log)]
-        async with running_router(instances, ports, flags, log_dir, f"router-{label}") as url:
-            if warm_up:
-                await run_load(url, warm_up, timeout_s=timeout_s, on_done=done)
-            samples = await run_load(url, arrivals, timeout_s=timeout_s, on_done=done)
-    return Run(label, samples, read_engines(event_log, instance_names(instances)))

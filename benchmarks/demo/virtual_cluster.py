@@ -10,9 +10,12 @@ from pathlib import Path
 
 import msgspec
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as ProgressBar
 
-from benchmarks.demo.load import Workload
-from benchmarks.demo.runs import RouterPorts, Run, instance_names, run_policy
+from benchmarks.demo.load import Sample, Workload, run_load
+from benchmarks.demo.passes import read_engines
+from benchmarks.demo.runs import RouterPorts, Run, instance_names, running_router
 from sglang_sbs.cluster.local import LocalCluster, Progress
 from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, ClusterOptions, InstancePlan, plan_cluster
 from sglang_sbs.cluster.ports import free_port_blocks
@@ -54,17 +57,33 @@ class Rig:
         return [f"{name}/{rank}" for name in names for rank in range(self.dp_size)]
 
     async def run(self, label: str, flags: Sequence[str], workload: Workload) -> Run:
-        """One policy under one load (prompts up to a chunk), after a warm-up at half the rate."""
+        """Send a load (prompts up to a chunk) through a router with these flags, with a progress
+        bar, and read its event log.
+
+        A warm-up at half the rate goes first and is in no figure but the event counts: it fills
+        connection pools and teaches the scheduler the forward time.
+        """
         workload = msgspec.structs.replace(
             workload, max_prompt_tokens=CHUNK_TOKENS, content=f"{label}/{workload.qps}"
         )
         warm_up = msgspec.structs.replace(
             workload, qps=workload.qps / 2, requests=WARM_UP_REQUESTS, seed=workload.seed + 10_000
         )
-        arrivals, first = workload.arrivals(), warm_up.arrivals()
-        return await run_policy(
-            label, self.instances, self.ports, flags, arrivals, self.log_dir, warm_up=first
-        )
+        log = self.log_dir / f"{label}.events"
+        flags = [*flags, "--sbs-event-log", str(log)]
+        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with ProgressBar(TextColumn("{task.description:<28}"), *columns, transient=True) as bar:
+            task = bar.add_task(label, total=warm_up.requests + workload.requests)
+
+            def done(_sample: Sample) -> None:
+                bar.advance(task)
+
+            async with running_router(
+                self.instances, self.ports, flags, self.log_dir, f"router-{label}"
+            ) as url:
+                await run_load(url, warm_up.arrivals(), on_done=done)
+                samples = await run_load(url, workload.arrivals(), on_done=done)
+        return Run(label, samples, read_engines(log, instance_names(self.instances)))
 
 
 def capacity_qps(prefill_instances: int, dp_size: int, *, barrier: bool = True) -> float:
