@@ -23,12 +23,7 @@ from benchmarks.chaos.ha.site import AGREEMENTS
 from benchmarks.chaos.ha.site import running_site as running_ha_site
 from benchmarks.command_line import command_parser
 from benchmarks.demo.load import Workload
-from benchmarks.demo.virtual_cluster import (
-    CHUNK_TOKENS,
-    add_tp_argument,
-    attention_tp_of,
-    progress_printer,
-)
+from benchmarks.demo.virtual_cluster import CHUNK_TOKENS, progress_printer
 from sglang_sbs.cluster.local import ClusterStartError, Progress
 from sglang_sbs.cluster.readiness import NotReadyError
 
@@ -54,7 +49,7 @@ class Kind:
 
 ENGINES = Kind(
     faults.BY_NAME,
-    lambda args, progress: run.running_site(args.prefill, args.out, progress, args.attention_tp),
+    lambda args, progress: run.running_site(args.prefill, args.out, progress),
     run.run_fault,
     tables.OF_ENGINES,
     seconds=10.0,
@@ -116,8 +111,6 @@ def build_parser() -> argparse.ArgumentParser:
     number("seconds", float, "of load after each fault")
     number("qps", float, "requests per second")
     number("prefill", int, "prefill instances")
-    parser.set_defaults(dp=run.DP_SIZE)
-    add_tp_argument(parser)
     add(
         "--election",
         choices=AGREEMENTS,
@@ -146,12 +139,6 @@ def parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, Kind, list[Any]]:
         parser.error("--seconds must be greater than 0, --qps between 0 and 100")
     if args.prefill < kind.least_prefill:
         parser.error(f"--prefill must be at least {kind.least_prefill}")
-    try:
-        args.attention_tp = attention_tp_of(args)
-    except ValueError as error:
-        parser.error(str(error))
-    if args.ha and args.attention_tp != 1:
-        parser.error("--tp: not with --ha")
     if args.election and not args.ha:
         parser.error("--election: only with --ha")
     chosen = [kind.faults[name] for name in names]

@@ -269,7 +269,7 @@ def environment_reporting_to(*routers: str) -> dict[str, str]:
 
 @asynccontextmanager
 async def running_site(
-    prefill: int, log_dir: Path, on_progress: Callable[[Progress], None], attention_tp: int = 1
+    prefill: int, log_dir: Path, on_progress: Callable[[Progress], None]
 ) -> AsyncIterator[Site]:
     """Start one decode and so many prefill instances, all reporting through a relay.
 
@@ -281,7 +281,7 @@ async def running_site(
     ports = RouterPorts(http=first, endforward=first + 1, prometheus=first + 2)
     listen = f"tcp://127.0.0.1:{first + 3}"
     environment = environment_reporting_to(listen)
-    options = rig_options(prefill, 1, DP_SIZE, log_dir, environment, attention_tp=attention_tp)
+    options = rig_options(prefill, 1, DP_SIZE, log_dir, environment)
     relay = EndForwardRelay(listen, f"tcp://127.0.0.1:{ports.endforward}")
     relay.start()
     try:

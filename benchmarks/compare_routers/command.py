@@ -29,7 +29,7 @@ from benchmarks.compare_routers.results.rows import Header, Row, RowFile, figure
 from benchmarks.compare_routers.results.verdict import sentences
 from benchmarks.compare_routers.runs.engines import H800_CHUNK_TOKENS, PASS_S
 from benchmarks.compare_routers.workloads import WORKLOADS
-from benchmarks.demo.virtual_cluster import CHUNK_TOKENS, add_tp_argument
+from benchmarks.demo.virtual_cluster import CHUNK_TOKENS
 from sglang_sbs.cluster.local import ClusterStartError
 from sglang_sbs.simulator.cluster.cost import COSTS, CostError
 from sglang_sbs.simulator.options.common import not_negative, positive, positive_number
@@ -80,11 +80,9 @@ def build_parser() -> argparse.ArgumentParser:
     seconds("--slo-tpot", help=f"of goodput ({SLO_TPOT_S}, longer as --pass-s is)")
     says = "one seed of paper at two loads, sbs against the two best peers"
     add("--quick", action="store_true", help=says)
-    how = parser.add_argument_group("how")
-    add = how.add_argument
+    add = parser.add_argument_group("how").add_argument
     add("--topology", default="3P1D", help="instances (3P1D)")
     add("--dp", type=positive, default=2, help="DP ranks per instance (2)")
-    add_tp_argument(how)
     says = (
         "how long a pass takes: h800 (DeepSeek-V3 on H800 after the paper), "
         f"{', '.join(COSTS)}, or a JSON file of scripts/calibrate (h800)"

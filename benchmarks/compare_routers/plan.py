@@ -33,7 +33,7 @@ from benchmarks.compare_routers.runs.engines import (
 from benchmarks.compare_routers.runs.revision import revision
 from benchmarks.compare_routers.workloads import WORKLOADS, duration_s
 from benchmarks.demo.cli import parse_topology
-from benchmarks.demo.virtual_cluster import CHUNK_TOKENS, attention_tp_of
+from benchmarks.demo.virtual_cluster import CHUNK_TOKENS
 from benchmarks.router_processes import Contender
 from sglang_sbs.simulator.cluster.cost import COSTS, CostError, PassCost, find_cost
 from sglang_sbs.wire.curve import keys_in
@@ -118,7 +118,6 @@ class Plan:
 
     def _check(self) -> None:
         args = self._args
-        self._attention_tp = attention_tp_of(args)
         given = [
             f"--{n}" for n in ("prefill", "decode", "capacity") if getattr(args, n) is not None
         ]
@@ -128,8 +127,6 @@ class Plan:
             raise ValueError(f"{given[0]} is for engines that run already: add --real")
         if args.real and args.pass_s is not None:
             raise ValueError("--pass-s is for the virtual GPU: leave it out with --real")
-        if args.real and args.tp is not None:
-            raise ValueError("--tp is for engines that are started here: leave it out with --real")
         if args.key_file is not None:
             if not args.real:
                 raise ValueError("--key-file is for engines that run already: add --real")
@@ -187,9 +184,7 @@ class Plan:
         prefill, decode = parse_topology(args.topology)
         cost = _cost(args.cost)
         scaled = scaled_cost(cost, args.dp, args.cost_chunk, self._pass_s)
-        cluster = VirtualCluster(
-            prefill, decode, args.dp, scaled, args.report, attention_tp=self._attention_tp
-        )
+        cluster = VirtualCluster(prefill, decode, args.dp, scaled, args.report)
 
         def start() -> AbstractAsyncContextManager[Engines]:
             return virtual_engines(cluster, Console())
@@ -204,12 +199,11 @@ class Plan:
     def settings(self) -> dict[str, Any]:
         """What changes a figure. Contenders, workloads, loads and seeds may be added later."""
         args = self._args
-        tp = "" if args.tp is None else f"tp={args.tp}, "
         engines: dict[str, Any] = (
             {"engines": f"given: {_urls(args)}"}
             if args.real
             else {
-                "engines": f"{args.topology}, {tp}dp={args.dp}, virtual GPU",
+                "engines": f"{args.topology}, dp={args.dp}, virtual GPU",
                 "cost": f"{args.cost}, chunk {args.cost_chunk}",
                 "pass_s": self._pass_s,
                 # Given engines are asked for theirs when they are needed.

@@ -28,7 +28,6 @@ from tools.stand_ins.mock_engine import MockEngine, Rooms
         (["--faults", "kill-scheduler,kill-all"], "'kill-all' is not one of kill-scheduler"),
         (["--seconds", "nan"], "--seconds must be greater than 0"),
         (["--qps", "0"], "--qps between 0 and 100"),
-        (["--tp", "4"], "--tp: not with --ha"),
         (["--election", "raft"], "invalid choice: 'raft'"),
     ],
 )

@@ -19,7 +19,6 @@ from benchmarks.chaos.run import books
         (["--qps", "1000"], "--qps between 0 and 100"),
         (["--prefill", "1"], "--prefill must be at least 2"),
         (["--election", "order"], "--election: only with --ha"),
-        (["--tp", "6"], "--tp 6: with --dp 2 it must be 2, 4 or 8"),
     ],
 )
 def test_says_what_is_wrong_before_anything_starts(

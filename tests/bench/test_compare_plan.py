@@ -42,8 +42,6 @@ REAL += ["--decode", "http://d0:30000", "--slo-ttft", "0.8", "--prompts", "ids"]
         ([*REAL, "--capacity", "0"], "--capacity: '0': write a positive number"),
         (["--pass-s", "0"], "--pass-s: '0': write a positive number"),
         ([*REAL, "--capacity", "5", "--pass-s", "1.5"], "leave it out with --real"),
-        ([*REAL, "--capacity", "5", "--tp", "4"], "--tp is for engines that are started here"),
-        (["--tp", "5"], "--tp 5: with --dp 2 it must be 2, 4 or 8"),
     ],
 )
 def test_says_what_is_wrong_before_anything_starts(

@@ -60,7 +60,6 @@ class VirtualCluster:
     dp_size: int
     cost: VirtualGpuCost
     log_dir: Path
-    attention_tp: int = 1
 
     @property
     def capacity_tokens_per_s(self) -> float:
@@ -133,7 +132,6 @@ async def virtual_engines(cluster: VirtualCluster, console: Console) -> AsyncIte
         *(cluster.prefill, cluster.decode, cluster.dp_size, log_dir),
         environment | gate_environment(cluster.cost),
         cost=cluster.cost,
-        attention_tp=cluster.attention_tp,
     )
     plan = plan_cluster(options, blocks)
     async with (
