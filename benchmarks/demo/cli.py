@@ -30,16 +30,11 @@ from benchmarks.demo.load import Workload
 from benchmarks.demo.runs import Run
 from benchmarks.demo.timeline import draw_timeline
 from benchmarks.demo.tokens import DP_SIZE, match_tokens
-from benchmarks.demo.virtual_cluster import (
-    Rig,
-    add_tp_argument,
-    attention_tp_of,
-    dwdp_flags,
-    running_rig,
-)
+from benchmarks.demo.virtual_cluster import Rig, dwdp_flags, running_rig
 from sglang_sbs.cluster.plan import RUST_SERVER_ENV, uses_rust_server
 from sglang_sbs.console.extras import without_matplotlib, without_sglang
 from sglang_sbs.scheduling import TRIGGERS, policy_names
+from tools.cpu_engine.tiny_model import NUM_HEADS
 
 LOAD = 0.8
 KEPT_LOAD = 0.7
@@ -66,7 +61,11 @@ def build_parser() -> argparse.ArgumentParser:
     switch = partial(parser.add_argument, action="store_true")
     add("--topology", default="3P1D", help="instances, e.g. 2P1D (default 3P1D)")
     add("--dp", type=int, default=2, help="DP ranks per instance (default 2)")
-    add_tp_argument(parser)
+    says = (
+        "SGLang's --tp: processes per instance; a DP rank is N/dp of them, its attention TP "
+        "(as --dp: one each)"
+    )
+    add("--tp", type=int, metavar="N", help=says)
     says = "engines with SGLang's Rust server: an address per DP rank (SGLANG_RUST_SERVER=1)"
     switch("--rust-server", help=says)
     switch("--dwdp", help="prefill with SGLang's DWDP (--dwdp-size): DP ranks without a barrier")
@@ -101,6 +100,19 @@ def parse_topology(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
+def attention_tp_of(tp: int | None, dp_size: int) -> int:
+    """Processes of a DP rank. Raises: ValueError, with what to write instead."""
+    if tp is None:
+        return 1
+    sizes = [str(dp_size * n) for n in range(1, NUM_HEADS + 1) if NUM_HEADS % n == 0]
+    if str(tp) not in sizes:
+        raise ValueError(
+            f"--tp {tp}: with --dp {dp_size} it must be {', '.join(sizes[:-1])} or "
+            f"{sizes[-1]}, as the tiny model has {NUM_HEADS} attention heads to share"
+        )
+    return tp // dp_size
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the demo; exit code 0 only if every request completed and the tokens match."""
     parser = build_parser()
@@ -111,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.load = KEPT_LOAD if args.keep else LOAD
         if args.requests < 1 or args.load <= 0 or args.dp < 1:
             raise ValueError("--requests, --load and --dp must be greater than 0")
-        args.attention_tp = attention_tp_of(args)
+        args.attention_tp = attention_tp_of(args.tp, args.dp)
         if args.dwdp and (args.dp < 2 or args.attention_tp > 1):
             raise ValueError("--dwdp needs --dp of at least 2, and --tp as large as --dp or none")
     except ValueError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from sglang_sbs.cluster.local import LocalCluster, Progress
 from sglang_sbs.cluster.plan import PORTS_PER_INSTANCE, ClusterOptions, InstancePlan, plan_cluster
 from sglang_sbs.cluster.ports import free_port_blocks
 from tools.cpu_engine.engines import CpuEngines
-from tools.cpu_engine.tiny_model import NUM_HEADS, cached_tiny_model
+from tools.cpu_engine.tiny_model import cached_tiny_model
 from tools.cpu_engine.virtual_gpu import VirtualGpuCost
 
 CHUNK_TOKENS = 1024
@@ -156,31 +155,6 @@ def parallel_flags(dp_size: int, attention_tp: int = 1) -> list[str]:
 
 def dwdp_flags(dp_size: int) -> list[str]:
     return ["--dwdp-size", str(dp_size)]
-
-
-def add_tp_argument(parser: argparse._ActionsContainer) -> None:
-    """``--tp``, beside a ``--dp`` that is there already; :func:`attention_tp_of` reads both."""
-    parser.add_argument(
-        "--tp",
-        type=int,
-        metavar="N",
-        help="SGLang's --tp: processes per instance; a DP rank is N/dp of them, its attention TP "
-        "(as --dp: one each)",
-    )
-
-
-def attention_tp_of(args: argparse.Namespace) -> int:
-    """Processes of a DP rank. Raises: ValueError, with what to write instead."""
-    if args.tp is None:
-        return 1
-    tp, dp_size = int(args.tp), int(args.dp)
-    sizes = [str(dp_size * n) for n in range(1, NUM_HEADS + 1) if NUM_HEADS % n == 0]
-    if str(tp) not in sizes:
-        raise ValueError(
-            f"--tp {tp}: with --dp {dp_size} it must be {', '.join(sizes[:-1])} or "
-            f"{sizes[-1]}, as the tiny model has {NUM_HEADS} attention heads to share"
-        )
-    return tp // dp_size
 
 
 def progress_printer(console: Console) -> Callable[[Progress], None]:

@@ -49,14 +49,6 @@ async def both(places: Places) -> list[Part]:
     return [*await active_scheduler(places), *await a_front_end(places)]
 
 
-async def _kill(places: Places, part: Part) -> None:
-    await places.kill(part)
-
-
-async def _start_again(places: Places, part: Part) -> None:
-    await places.start_again(part)
-
-
 async def _stop(places: Places, part: Part) -> None:
     places.signal(part, signal.SIGSTOP)
 
@@ -108,7 +100,7 @@ _WHOM = (
     ("both", "both of these at once", both),
 )
 _DEEDS: tuple[tuple[str, str, Deed, Deed], ...] = (
-    ("kill", "kill -9 of", _kill, _start_again),
+    ("kill", "kill -9 of", Places.kill, Places.start_again),
     ("stop", f"SIGSTOP for {HELD_S:.0f} s of", _stop, _go_on),
     ("cut", f"the network is cut for {HELD_S:.0f} s of", _cut, _heal),
 )
