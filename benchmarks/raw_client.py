@@ -138,13 +138,11 @@ async def connect(port: int, tally: Tally) -> Exchange:
     return exchange
 
 
-async def open_streams(
-    port: int, count: int, tokens: int = ENDLESS
-) -> tuple[list[Exchange], Tally]:
+async def open_streams(port: int, count: int) -> tuple[list[Exchange], Tally]:
     """Streams that have all had their first event, but for those counted in ``failures``."""
     tally = Tally()
     gate = asyncio.Semaphore(CONNECT_AT_ONCE)
-    request = chat_request(tokens, stream=True)
+    request = chat_request(ENDLESS, stream=True)
 
     async def ask() -> Exchange | None:
         async with gate:

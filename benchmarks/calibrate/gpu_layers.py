@@ -232,14 +232,13 @@ def measured_passes(
     passes: int,
     repeats: int,
     on_progress: Callable[[int], None] = lambda done: None,
-    seed: int = 1,
 ) -> list[RecordedPass]:
     """Passes of different sizes, evenness, contexts and numbers of requests, as a log has them.
 
     At most two ranks differ in what they bring: the fullest and the others, so that a pass costs
     two measurements of attention however many ranks there are.
     """
-    rng = random.Random(seed)
+    rng = random.Random(1)
     found = []
     for number in range(passes):
         most = max(1, round(chunk_tokens * (0.05 + 0.95 * rng.random())))

@@ -89,16 +89,6 @@ class Fault:
     """The decode instance is started anew with these, and without them afterwards."""
 
 
-class Streams(msgspec.Struct, frozen=True):
-    """Streams that had begun when the fault came, by how they ended."""
-
-    running: int
-    answered: int
-    error: int
-    cut_off: int
-    unanswered: int
-
-
 class FaultResult(msgspec.Struct, frozen=True):
     """What clients saw of one fault; times in seconds."""
 
@@ -109,7 +99,8 @@ class FaultResult(msgspec.Struct, frozen=True):
     errors: dict[str, int]
     cut_off: int
     unanswered: int
-    streams: Streams
+    streams: dict[str, int]
+    """Streams that had begun when the fault came (``running``), and how they ended."""
     fault_s: float
     """How long it lasted, with the restart of what was killed."""
     recovery_s: float | None
@@ -128,7 +119,7 @@ class FaultResult(msgspec.Struct, frozen=True):
 
 
 async def run_fault(
-    site: Site, fault: Fault, *, workload: Workload, tail_s: float, router_flags: Sequence[str] = ()
+    site: Site, fault: Fault, *, workload: Workload, tail_s: float
 ) -> FaultResult:
     """Start a router, put load on it, let the fault happen, go on for at least ``tail_s``.
 
@@ -140,7 +131,7 @@ async def run_fault(
         await site.cluster.kill("decode-0")
         await site.cluster.start_instance("decode-0", fault.decode_flags)
     name = f"router-{fault.name}"
-    flags = ["--policy", "sbs", "--frontends", str(fault.workers), *router_flags]
+    flags = ["--policy", "sbs", "--frontends", str(fault.workers)]
     try:
         async with running_router(
             site.cluster.instances, site.ports, flags, site.log_dir, name
@@ -188,13 +179,13 @@ async def _under_load(
         errors=dict(Counter(o.label for o in outcomes if o.fate is Fate.ERROR)),
         cut_off=fates[Fate.CUT_OFF],
         unanswered=fates[Fate.UNANSWERED],
-        streams=Streams(
-            running=running.total(),
-            answered=running[Fate.ANSWERED],
-            error=running[Fate.ERROR],
-            cut_off=running[Fate.CUT_OFF],
-            unanswered=running[Fate.UNANSWERED],
-        ),
+        streams={
+            "running": running.total(),
+            "answered": running[Fate.ANSWERED],
+            "error": running[Fate.ERROR],
+            "cut_off": running[Fate.CUT_OFF],
+            "unanswered": running[Fate.UNANSWERED],
+        },
         fault_s=end_s - begin_s,
         recovery_s=recovery_s(outcomes, begin_s, limit_s),
         ttft_before_s=first_token_median_s(before),

@@ -34,8 +34,7 @@ OF_ENGINES: Columns = {
     "cut off": lambda result: str(result.cut_off),
     "unanswered": lambda result: str(result.unanswered),
     "streams then: ended/error/cut": lambda result: (
-        f"{result.streams.running}: {result.streams.answered}/{result.streams.error}"
-        f"/{result.streams.cut_off}"
+        "{running}: {answered}/{error}/{cut_off}".format(**result.streams)
     ),
     "lasted s": lambda result: f"{result.fault_s:.1f}",
     "recovered s": lambda result: _seconds(result.recovery_s, "no"),

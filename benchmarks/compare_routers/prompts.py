@@ -34,9 +34,9 @@ class Prompts:
         return "".join(self.words[index] for index in indices) if self.words else None
 
 
-def id_prompts(vocabulary: int = 400) -> Prompts:
-    """Token ids below ``vocabulary``, above the special ones."""
-    return Prompts(range(FIRST_TOKEN_ID, vocabulary))
+def id_prompts() -> Prompts:
+    """Token ids above the special ones, of a small vocabulary."""
+    return Prompts(range(FIRST_TOKEN_ID, 400))
 
 
 def text_prompts(model: Path) -> Prompts:

@@ -74,11 +74,6 @@ class FleetCounts(msgspec.Struct, kw_only=True):
     reports: int = 0
     dropped_reports: int = 0
     """Not taken by the socket: its queue was full."""
-    prefills: int = 0
-    passes: int = 0
-    streams: int = 0
-    hung_up: int = 0
-    """Streams the router left before their end."""
     late_s: float = 0.0
     """How far behind their own pace the engines ever were."""
 
@@ -155,13 +150,11 @@ class _Prefill(_Instance):
         tokens = max(1, len(body["messages"][0]["content"]) // BYTES_PER_TOKEN)
         self._asked[body["rid"]] = (body["bootstrap_room"], connection)
         self._engine.deliver(body["rid"], body["routed_dp_rank"], tokens)
-        self.fleet.counts.prefills += 1
         if not self._busy:
             self._busy = True
             self.fleet.loop.call_soon(self._launch)
 
     def _launch(self) -> None:
-        self.fleet.counts.passes += 1
         launched, messages = self._engine.step(time.monotonic())
         self._engine.waits_for(launched)
         self._say(messages)
@@ -221,7 +214,6 @@ class _Decode(_Instance):
         rank = self.ranks[body["routed_dp_rank"]]
         rank.accepted += 1
         rank.new_rids.append(body["rid"])
-        self.fleet.counts.streams += 1
         begin = functools.partial(connection.begin, rank.streams)
         self.fleet.when_computed(body["bootstrap_room"], begin)
 
@@ -335,9 +327,7 @@ class _Connection(EngineConnection):
         """Those of its rank; its own, empty ones before it began."""
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self in self._streams:
-            del self._streams[self]
-            self._instance.fleet.counts.hung_up += 1
+        self._streams.pop(self, None)
 
     def request(self, path: bytes, body: bytes) -> None:
         if path != b"/v1/chat/completions":

@@ -61,7 +61,7 @@ async def under(site: Site, fault: Fault) -> FaultResult:
 
 async def test_a_prefill_instance_that_stops_for_seconds_costs_no_answer(site: Site) -> None:
     result = await under(site, Fault("stop-prefill", "", paused("prefill-0", 4.0)))
-    assert result.streams.error == 0
+    assert result.streams["error"] == 0
 
 
 async def test_without_any_endforward_everything_is_served(site: Site) -> None:

@@ -33,8 +33,6 @@ class Fault:
     strike: Callable[[Places], Awaitable[Struck]]
     heal: Callable[[Struck], Awaitable[None]]
     needs_store: bool = False
-    loses_streams: bool = False
-    """A front end goes, and with it the connections of its clients: they ask again."""
 
 
 async def active_scheduler(places: Places) -> list[Part]:
@@ -91,7 +89,7 @@ def _done_to(
         for part in struck.parts:
             await undo(struck.places, part)
 
-    return Fault(name, f"{what} {whom}", strike, heal, loses_streams=which is not active_scheduler)
+    return Fault(name, f"{what} {whom}", strike, heal)
 
 
 _WHOM = (
