@@ -18,6 +18,10 @@ def _errors(result: FaultResult | HaResult) -> str:
     return "\n".join(f"{count} x {label}" for label, count in sorted(result.errors.items()))
 
 
+def _streams(result: FaultResult) -> str:
+    return "{running}: {answered}/{error}/{cut_off}".format(**result.streams)
+
+
 def _seconds(value: float | None, missing: str) -> str:
     return missing if value is None else f"{value:.1f}"
 
@@ -33,9 +37,7 @@ OF_ENGINES: Columns = {
     "errors": _errors,
     "cut off": lambda result: str(result.cut_off),
     "unanswered": lambda result: str(result.unanswered),
-    "streams then: ended/error/cut": lambda result: (
-        "{running}: {answered}/{error}/{cut_off}".format(**result.streams)
-    ),
+    "streams then: ended/error/cut": _streams,
     "lasted s": lambda result: f"{result.fault_s:.1f}",
     "recovered s": lambda result: _seconds(result.recovery_s, "no"),
     "TTFT ms before (worst)": lambda result: _ttft(
