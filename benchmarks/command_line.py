@@ -1,4 +1,4 @@
-"""What the commands of the benchmarks have in common."""
+"""Helpers that the commands of the benchmarks share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def command_parser(prog: str, about: str, epilog: str) -> argparse.ArgumentParse
 
 
 def interruptible(prog: str, run: Callable[[], int]) -> int:
-    """What ``run`` returns; if it is interrupted a line on standard error, and 130."""
+    """Return the result of ``run``; if it is interrupted, print a line on standard error and return
+    130."""
     try:
         return run()
     except KeyboardInterrupt:
@@ -39,7 +40,7 @@ def raise_file_limit() -> float:
 
 
 def make_writable(path: Path) -> None:
-    """As :func:`try_to_write`; the message of the error names the path."""
+    """Check that a file can be written; the message of the error names the path."""
     try:
         try_to_write(path)
     except OSError as error:

@@ -55,7 +55,7 @@ class ReportListener:
 
 
 def engine_clocks(received: Sequence[ReceivedMessage]) -> dict[str, float]:
-    """What to add to an engine's clock to have ours, by ``boot_id``.
+    """Return the difference between our clock and each engine's, by ``boot_id``.
 
     The quickest message has the least delay in it; on one host the clocks are the same one.
     """

@@ -239,7 +239,8 @@ class Verdict(NamedTuple):
 
 
 def verdict(rows: Sequence[Row], cell: str, policy: str, rivals: Sequence[str]) -> Verdict:
-    """Of the rows of one cost. A rival that left requests unfinished is no rival."""
+    """Compare the policy with its rivals in one cell, from the rows of one cost. A rival that left
+    requests unfinished is no rival."""
     runs = groups((row for row in rows if row["cell"] == cell), "policy")
 
     def of(each_policy: str, key: str) -> float:

@@ -74,7 +74,7 @@ COMPLETE = reply(_ANSWER)
 
 
 def server_info(role: InstanceRole, most_requests: int, **more: Any) -> dict[str, Any]:
-    """What an engine says of itself; ``most_requests`` run on each DP rank at a time."""
+    """Return an engine's description of itself; ``most_requests`` run on each DP rank at a time."""
     return {
         "version": "0.5.23",
         "disaggregation_mode": role,
@@ -216,7 +216,7 @@ def tokens_asked(body: dict[str, Any]) -> int:
 
 
 class Connection(EngineConnection):
-    """Of a :class:`RawEngine`."""
+    """A router's connection to a :class:`RawEngine`."""
 
     __slots__ = ("_engine",)
 

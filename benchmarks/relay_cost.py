@@ -1,4 +1,4 @@
-"""What relaying costs: this router against ``sglang_router`` (Rust) and its mini_lb.
+"""The cost of relaying: this router against ``sglang_router`` (Rust) and its mini_lb.
 
 All contenders run from the start, over the same engines, and take turns: what else happens on the
 machine hits them alike, and only ratios within one run mean much.

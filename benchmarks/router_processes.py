@@ -68,7 +68,7 @@ _QUIET = ("--log-level", "warn", "--disable-retries", "--disable-circuit-breaker
 
 
 def contenders(workers: int) -> dict[str, Contender]:
-    """By name; ``workers`` are the processes of ours."""
+    """Return the routers by name; ``workers`` is the number of processes of ours."""
     ours = ("--sbs-endforward-bind", "none", "--frontends", str(workers), *_QUIET)
     module = "sglang_sbs.launch_router"
     stock = "sglang_router.launch_router"

@@ -249,7 +249,7 @@ class SyntheticCluster:
     def _say(
         self, engine: _Prefill, messages: Sequence[EndForward], now_s: float, at_s: float
     ) -> None:
-        """What happened at ``at_s``."""
+        """Report the events of ``at_s``."""
         engine.reported_s = at_s
         if engine.engine.name in self.silent:
             return

@@ -1,4 +1,4 @@
-"""What a plain install lacks is said before the work, with what to install.
+"""Commands name a package that a plain install lacks before the work, with what to install.
 
 ``tests/packaging`` looks at a real plain install; here a package is hidden from this process.
 """

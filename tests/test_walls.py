@@ -33,7 +33,7 @@ class Import:
 
     @property
     def exception(self) -> str:
-        """As the list of exceptions names it."""
+        """Entry of this import in the list of exceptions."""
         return f"{self.file} -> {self.module}"
 
 
@@ -50,7 +50,7 @@ def dotted(path: Path) -> str:
 
 
 def imports_of(file: str, source: str, known: set[str]) -> Iterator[Import]:
-    """Of modules in ``known``, wherever in the file they are."""
+    """Yield the imports of modules in ``known``, wherever in the file they are."""
     tree = ast.parse(source)
     typing_only = {
         id(inside)
@@ -122,7 +122,7 @@ class Walls:
         return there != here and there not in self.allowed(here)
 
     def broken(self, for_types: bool) -> list[Import]:
-        """What the table forbids."""
+        """Return the imports that the table forbids."""
         return [
             imported
             for imported in all_imports()
@@ -188,7 +188,7 @@ def test_the_table_has_no_circle() -> None:
 
 
 Graph = dict[str, set[str]]
-"""Who needs whom."""
+"""Names, and the names that each needs."""
 
 
 def siblings(imports: Iterable[Import], *, for_types: bool = False) -> dict[str, Graph]:
@@ -274,7 +274,7 @@ def test_a_broken_wall_would_be_noticed() -> None:
 
 
 def test_no_test_module_is_imported_by_another() -> None:
-    """What several need is in ``tests/harness``, or in a module beside them without tests."""
+    """Shared code is in ``tests/harness``, or in a module beside them without tests."""
     tests = ROOT / "tests"
     imported = re.compile(r"^\s*(?:from|import) test_\w+", re.M)
     found = {path.name: imported.findall(path.read_text()) for path in tests.rglob("*.py")}

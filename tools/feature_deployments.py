@@ -1,4 +1,5 @@
-"""What is on in each kind of deployment, as the doctor judges: for ``docs/compatibility.md``.
+"""The features that are on in each kind of deployment, as the doctor judges: for
+``docs/compatibility.md``.
 
 Every column is a cluster in which whatever can be turned on is. Its rows are what
 ``doctor --features`` says of it, from what engines and a router of such a cluster answered
@@ -42,17 +43,17 @@ MADE_UP: dict[str, Answers] = {
     "SGLang 0.5.10, patched": {"version": "0.5.10", "kv_events": None},
     "no hook": {"sbs": None},
 }
-"""What engines say otherwise than those of one machine."""
+"""Answers of engines that differ from those of one machine."""
 
 
 def record_path(name: str) -> Path:
-    """Of a column."""
+    """Return the file of a column."""
     return RECORDS / f"{name.lower().replace(',', '').replace(' ', '-')}.json"
 
 
 def recorded(answers: Answers) -> ClusterFacts:
-    """As the doctor gathered it: ``engines`` with their ``/server_info``; ``workers``, ``state``
-    and ``options`` of the router."""
+    """Return the facts that the doctor gathered; ``answers``: ``engines`` with their
+    ``/server_info``; ``workers``, ``state`` and ``options`` of the router."""
     engines = []
     words = ["--router", ROUTER]
     for answer in answers["engines"]:
@@ -88,7 +89,7 @@ def judged() -> dict[str, dict[str, FeatureRow]]:
 
 
 def table() -> str:
-    """What is on where, and why not."""
+    """Return the table of features by deployment, with the reasons."""
     rows = judged()
     lines = ["| feature | " + " | ".join(rows) + " |", "|---" * (len(rows) + 1) + "|"]
     why: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""What the engine plugin needs of a release of SGLang, read from the sources in its wheel.
+"""The needs of the engine plugin in a release of SGLang, read from the sources in its wheel.
 
 Owns the table of ``docs/compatibility.md`` that says for each release which hooks find their target
 with the parameters that they count on, and whether the event loops call them in the order that
@@ -69,7 +69,8 @@ COLUMNS: dict[str, dict[str, tuple[str, ...]]] = {
 that are read (without parameters), by column."""
 _IDLE = ("on_idle", "self_check_during_idle")
 _ORDER = ("get_next_disagg_{}_batch_to_run", "run_batch", "process_batch_result", "on_idle")
-"""In one turn of an event loop. The overlapped ones may process the turn before first, too."""
+"""Order of calls in one turn of an event loop. The overlapped ones may process the turn before
+first, too."""
 
 Read = Callable[[str], str | None]
 """The source of a file of the release; None: it has no such file."""

@@ -47,7 +47,7 @@ class Source:
     """Functions and classes of the policies, by module and name."""
 
     functions: dict[str, tuple[str, ast.FunctionDef]] = field(default_factory=dict)
-    """By name, methods as ``Class.name``: the module and the definition."""
+    """Module and definition of each function by name; methods are ``Class.name``."""
     holders: set[str] = field(default_factory=lambda: {FOLLOWED})
     """Classes of objects with a field that holds the queue."""
 

@@ -36,7 +36,7 @@ class Prose(NamedTuple):
 class Rule(NamedTuple):
     name: str
     advice: str
-    """What to write instead."""
+    """Words to write instead."""
     breaks: Callable[[Prose], int]
     """Number of times that a paragraph breaks the rule."""
 

@@ -61,7 +61,7 @@ KINDS: dict[str, Kind] = {
     "Rust server, several nodes": {"rust": True, "prefill_nodes": 2},
     "no barrier": {"prefill_flags": ("--dwdp-size", str(RANKS))},
 }
-"""What is other than on one machine."""
+"""Differences of each kind from a cluster on one machine."""
 
 
 class Noted(dict[str, Any]):

@@ -26,7 +26,7 @@ class Fault:
     upstream: tuple[int, ...]
     """Empty: not reported, as far as was searched."""
     modules: tuple[str, ...]
-    """That work around it, below ``sglang_sbs/``."""
+    """Modules that work around it, below ``sglang_sbs/``."""
     goes: str
     """When the workaround can be taken out."""
 

@@ -57,7 +57,7 @@ themselves. --force takes the fit as it is."""
 
 
 class CalibrationFile(msgspec.Struct, kw_only=True):
-    """What ``--out`` has; the simulator reads ``cost``, CPU engines ``virtual_gpu``."""
+    """The file that ``--out`` writes; the simulator reads ``cost``, CPU engines ``virtual_gpu``."""
 
     cost: PassCost
     virtual_gpu: VirtualGpuCost

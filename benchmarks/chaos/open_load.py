@@ -65,7 +65,7 @@ class Outcome:
 
     @property
     def label(self) -> str:
-        """Of an error: its status or ``event``, and the router's code."""
+        """An error's status or ``event``, and the router's code."""
         error = self.sample.error
         code = _CODE.search(error)
         status = error.split(":")[0].removeprefix("HTTP ") if error.startswith("HTTP ") else "event"

@@ -68,7 +68,7 @@ class Scene:
     router_log: Path
     load: OpenLoad
     notes: list[str] = field(default_factory=list)
-    """What the fault itself saw, for the report."""
+    """Remarks of the fault itself, for the report."""
 
     def router_pids(self) -> dict[str, int]:
         """Processes of a router with ``--frontends`` by name, the youngest of each."""
@@ -90,7 +90,7 @@ class Fault:
 
 
 class FaultResult(msgspec.Struct, frozen=True):
-    """What clients saw of one fault; times in seconds."""
+    """The effect of one fault on clients; times in seconds."""
 
     fault: str
     sent: int
@@ -112,7 +112,7 @@ class FaultResult(msgspec.Struct, frozen=True):
     ttft_worst_s: float
     steps: list[Step]
     left_over: dict[str, int]
-    """What the router's books still held when all clients had gone."""
+    """Counts that the router's books still held when all clients had gone."""
     notes: list[str]
     passed: bool
     """Nothing unanswered, nothing cut off that a router could have saved, nothing left over."""
@@ -213,14 +213,15 @@ def _limit_s(outcomes: Sequence[Outcome], begin_s: float) -> float:
 
 
 def _examples(outcomes: Sequence[Outcome]) -> list[str]:
-    """What clients saw that were cut off or left alone, once each."""
+    """Return the errors of clients that were cut off or left alone, once each."""
     return sorted(
         {o.sample.error[:120] for o in outcomes if o.fate in (Fate.CUT_OFF, Fate.UNANSWERED)}
     )
 
 
 async def left_over(url: str) -> dict[str, int]:
-    """What the scheduler's books do not let go of within a time; empty is as it should be."""
+    """Return the counts that the scheduler's books still hold after a time; empty is as it should
+    be."""
     left: dict[str, int] = {}
     async with aiohttp.ClientSession() as session:
         for _ in range(int(_DRAIN_S / 0.5)):

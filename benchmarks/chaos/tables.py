@@ -1,4 +1,4 @@
-"""What clients saw, as tables and lines: of engines' faults, and of schedulers' and front ends'."""
+"""Tables and lines of faults: of engines, and of schedulers and front ends."""
 
 from __future__ import annotations
 

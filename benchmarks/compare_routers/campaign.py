@@ -120,7 +120,7 @@ class Campaign:
                 await runner.run(cell_keys(focus, scope.cells, seed))
 
     def row_of(self, key: Key, error: str) -> Row:
-        """Of a run that has no figures."""
+        """Return a row without figures."""
         return Row(key=key, requests=self.scope.requests, error=error)
 
     def expected_key_s(self, key: Key) -> float:
@@ -171,7 +171,7 @@ class _Runner:
         self._progress.stop()
 
     async def run(self, keys: Iterable[Key]) -> None:
-        """Those that were not run before, of contenders that work."""
+        """Run the keys that were not run before, of contenders that work."""
         for key in keys:
             if key in self._counted:
                 continue

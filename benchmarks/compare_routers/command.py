@@ -184,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _unmeasured(rows: Sequence[Row], asked: Sequence[str]) -> list[str]:
-    """What is missing of SBS: a line per contender."""
+    """Return a line for each contender of SBS that is missing, with the reason."""
     why = {name: text for name, text in errors(rows).items() if is_sbs(name)}
     have = {row.key.policy for row in figures(rows)}
     why |= {

@@ -7,7 +7,7 @@ from benchmarks.router_processes import Contender
 
 OPTIONAL_PACKAGE_HINT = "install the bench extra: pip install 'sglang-sbs[bench]'"
 PACKAGE_HINTS = {"dynamo": "pip install ai-dynamo-runtime==1.6.1"}
-"""Of packages that are in no extra: this one has 230 MB, and pins pydantic."""
+"""How to install packages that are in no extra: this one has 230 MB, and pins pydantic."""
 
 
 def _stock(policy: str) -> Contender:

@@ -51,7 +51,7 @@ SLO_PASSES = 2.4
 SLO_TPOT_S = 0.1
 """For goodput, beside passes of ``PASS_S``."""
 MOST_HOST_LAG = 0.02
-"""Of a full pass: with more, what is measured is the host."""
+"""Largest host lag as a share of a full pass: with more, the host is measured."""
 TIMEOUT_S = 60.0
 
 
@@ -61,11 +61,11 @@ DEFAULTS: dict[str, Any] = {
     "loads": "0.4,0.8,1.0",
     "seeds": 3,
 }
-"""Of the flags that ``--quick`` sets; the parser has those of all others."""
+"""Defaults of the flags that ``--quick`` sets; the parser has those of all others."""
 
 
 def _quick(args: argparse.Namespace) -> dict[str, Any]:
-    """What ``--quick`` is short for.
+    """Return the flags that ``--quick`` stands for.
 
     Raises:
         ValueError: one of these flags is given beside it.
@@ -197,7 +197,8 @@ class Plan:
         return text_prompts(self.model)
 
     def settings(self) -> dict[str, Any]:
-        """What changes a figure. Contenders, workloads, loads and seeds may be added later."""
+        """Return the settings that change a figure. Contenders, workloads, loads and seeds may be
+        added later."""
         args = self._args
         engines: dict[str, Any] = (
             {"engines": f"given: {_urls(args)}"}
@@ -312,7 +313,7 @@ def _cost(word: str) -> PassCost:
 
 
 def machine() -> dict[str, Any]:
-    """What the reader must know of where the figures are from."""
+    """Describe the machine and the packages that the figures are from."""
     return {
         "cpu_cores": os.cpu_count(),
         "memory_GiB": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),

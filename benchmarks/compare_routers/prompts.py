@@ -16,7 +16,7 @@ _LEAST_WORDS = 16
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """What prompts are made of. ``words`` empty: requests carry token ids instead of text."""
+    """The vocabulary of prompts. ``words`` empty: requests carry token ids instead of text."""
 
     ids: Sequence[int]
     words: Sequence[str] = ()

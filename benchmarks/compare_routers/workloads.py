@@ -27,7 +27,7 @@ class Request:
     """One request before it is given words: relative time and lengths."""
 
     at: float
-    """In any unit: only proportions count."""
+    """Arrival time in any unit: only proportions count."""
     prompt_tokens: int
     output_tokens: int
 

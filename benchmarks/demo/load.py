@@ -28,8 +28,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt token ids are drawn below this."""
     seed: int = 1
     content: str = ""
-    """Of the prompts' tokens. Runs on the same engines need different ones, or the prefix cache
-    answers the second."""
+    """Seed of the prompts' tokens. Runs on the same engines need different ones, or the prefix
+    cache answers the second."""
 
     def arrivals(self) -> list[Arrival]:
         """The requests in time order; the same for the same workload."""
@@ -55,7 +55,7 @@ class Arrival:
 
 @dataclass(slots=True)
 class Sample:
-    """What became of one request; NaN where it did not get that far.
+    """The outcome of one request; NaN where it did not get that far.
 
     Seconds from when it was sent, as SGLang's client counts. That is later than ``at_s`` when the
     host is late to wake the client, which is no time the server took.
@@ -83,7 +83,7 @@ class Latency(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Latency:
-        """Of values in seconds; NaN for none."""
+        """Return the distribution of values in seconds; NaN without values."""
         if not seconds:
             return cls(math.nan, math.nan, math.nan)
         ordered = sorted(seconds)

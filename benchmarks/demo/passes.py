@@ -1,4 +1,4 @@
-"""What the engines did, read from a router's event log."""
+"""Reads the work of engines from a router's event log."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What one hostile sender does to everybody else: ``scripts/bench-hostile``."""
+"""The effect of one hostile sender on everybody else: ``scripts/bench-hostile``."""

@@ -1,4 +1,4 @@
-"""What a case is, and what it has to attack with.
+"""Defines a case, and the tools that it attacks with.
 
     @case("gzip-bomb", "gzip of 0.5 MB that unfolds to 512 MB")
     async def gzip_bomb(target: Target) -> None:
@@ -39,7 +39,7 @@ class Target:
     tls: bool = False
     sent_bytes: int = 0
     statuses: Counter[str] = field(default_factory=Counter)
-    """What came back: the status of each answer, or ``closed``, ``timeout``."""
+    """Number of answers by status, or ``closed``, ``timeout``."""
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         context = tls_context() if self.tls else None

@@ -40,7 +40,7 @@ def _needles() -> list[bytes]:
 
 
 def _answers() -> dict[str, list[bytes]]:
-    """By name, in the pieces they are sent in."""
+    """Return the answers by name, in the pieces they are sent in."""
     event = _event(10 * _MB)
     pieces = [_chunk(event[at : at + 1024]) for at in range(0, len(event), 1024)]
     small = _chunk(_event(8) * 200)
@@ -59,7 +59,7 @@ def _answers() -> dict[str, list[bytes]]:
 
 
 def _prefill_answers() -> dict[str, list[bytes]]:
-    """Of the prefill leg, by the same names."""
+    """Return the answers of the prefill leg, by the same names."""
     logprobs = [[-0.123456, token, None] for token in range(20 * _MB // 24)]
     meta = {"prompt_tokens": 5, "cached_tokens": 0, "input_token_logprobs": logprobs}
     return {
@@ -96,7 +96,8 @@ class HostileConnection(Connection):
             self._engine.loop.create_task(self._send(pieces))
 
     async def _send(self, pieces: list[bytes]) -> None:
-        """As fast as they are taken, nearly: an engine does not send megabytes in one packet."""
+        """Send the pieces nearly as fast as they are taken: an engine does not send megabytes in
+        one packet."""
         for at in range(0, len(pieces), _AT_ONCE):
             for piece in pieces[at : at + _AT_ONCE]:
                 self._write(piece)

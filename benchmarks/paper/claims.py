@@ -46,7 +46,7 @@ class Estimate(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Estimate:
-        """Of one value per seed; NaN without any."""
+        """Return the estimate from one value per seed; NaN without any."""
         if not values:
             return cls(math.nan)
         mean = statistics.fmean(values)
@@ -70,7 +70,7 @@ BySeed = Mapping[int, float]
 
 
 def change(mine: BySeed, base: BySeed) -> list[float]:
-    """By how much ``mine`` is over ``base``, as a share of it, seed by seed: both had the same
+    """Return the relative change from ``base`` to ``mine``, seed by seed: both had the same
     arrivals, so what a seed brings to both cancels out."""
     return [mine[seed] / base[seed] - 1 if base[seed] else math.nan for seed in mine]
 
@@ -97,7 +97,8 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def verdict(self) -> Verdict:
-        """What :data:`VERDICTS` says; ``better`` and ``sbs only`` only of the method."""
+        """The verdict, explained in :data:`VERDICTS`; only claims about the method can be
+        ``better`` or ``sbs only``."""
         if self._near(self.literal):
             return "reproduced"
         if self._beyond(self.literal):

@@ -50,7 +50,7 @@ class Effort:
     search: tuple[float, float] = (0.7, 1.4)
     """Loads between which the capacity of the 0-3K workload is searched first."""
     tolerance: float = 0.01
-    """Of the capacities, as a share."""
+    """Accepted error of the capacities, as a share."""
     queueing_instances: tuple[int, ...] = (3, 12)
     """The paper expects an order of magnitude above 10."""
     overlap: bool = False

@@ -20,7 +20,7 @@ RULES = ("sbs_paper", "sbs")
 DECODE_RULES = ("sbs_iqr", "sbs_potential")
 PAPER_POLICIES = (*BASELINES, *RULES)
 TTFT_SHARES = (0.4, 0.6, 0.8, 1.0)
-"""Of the baseline's peak (paper section 5.1)."""
+"""Loads as shares of the baseline's peak (paper section 5.1)."""
 LABELS = {"paper-3k": "0-3K", "paper-long": "3-64K"}
 _GAIN = (0.0, float("inf"))
 """The paper says that there is a gain, without a figure."""
@@ -185,7 +185,7 @@ def balance_claims(rows: Sequence[Row], cost: str) -> list[Claim]:
 def _less(
     rows: Sequence[Row], scenario: str, cost: str, share: float, key: str
 ) -> list[list[float]]:
-    """By how much less SBS has of something than the baseline, as a share of it, by rule."""
+    """Return the relative reduction of a figure by SBS against the baseline, by rule."""
     at = {"scenario": scenario, "cost": cost, "peak_share": share}
     base = by_seed(rows, key, policy=BASELINE, **at)
     return [_signed(-1, by_seed(rows, key, policy=rule, **at), base) for rule in RULES]
@@ -262,7 +262,7 @@ def ttft_table(rows: Sequence[Row], scenario: str, cost: str) -> ResultTable:
     at = {"scenario": scenario, "cost": cost}
 
     def figures(policy: str) -> list[dict[int, float]]:
-        """At each share."""
+        """Return the figures at each share."""
         return [
             by_seed(rows, "ttft_mean_s", policy=policy, peak_share=share, **at)
             for share in TTFT_SHARES

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from benchmarks.raw_client import CONNECT_AT_ONCE, ENDLESS, Exchange, Tally, chat_request
 
 SHORT_TOKENS = 4
-"""Of a request that comes and goes."""
+"""Tokens of a request that comes and goes."""
 _SIZES = 64
 _LONGEST_PROMPT_BYTES = 8000
 _TURN_S = 0.02
@@ -20,7 +20,7 @@ _TURN_S = 0.02
 
 @dataclass(slots=True)
 class Notes:
-    """What the clients noticed; times in seconds."""
+    """The observations of the clients; times in seconds."""
 
     noting: bool = False
     """Whether the measurement runs: gaps and first tokens outside it are left out."""
@@ -28,7 +28,7 @@ class Notes:
     complete: int = 0
     failures: Counter[str] = field(default_factory=Counter)
     first_s: list[float] = field(default_factory=list)
-    """Of each request sent while noting: to its first token."""
+    """Time to the first token of each request sent while noting."""
     gaps_s: list[float] = field(default_factory=list)
     """Between two arrivals of data on a stream."""
 

@@ -68,7 +68,7 @@ class Case(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class Spread(msgspec.Struct, kw_only=True, frozen=True):
-    """Of durations, in seconds; ``None``: there were none."""
+    """Quantiles of durations in seconds; ``None``: there were none."""
 
     count: int
     p50_s: float | None
@@ -77,7 +77,7 @@ class Spread(msgspec.Struct, kw_only=True, frozen=True):
 
 
 class Result(msgspec.Struct, kw_only=True):
-    """What one case showed. CPU is in cores (1.0: one core is busy), memory in bytes."""
+    """The figures of one case. CPU is in cores (1.0: one core is busy), memory in bytes."""
 
     case: Case
     instances: int
@@ -93,7 +93,7 @@ class Result(msgspec.Struct, kw_only=True):
     memory: dict[str, int]
     memory_idle: dict[str, int]
     decisions: dict[str, Spread]
-    """By kind of event."""
+    """Duration of decisions by kind of event."""
     lag: Spread
     first_token: Spread
     stalls: Spread
@@ -190,7 +190,7 @@ def _grown(before: Reading, after: Reading, name: str, **labels: str) -> dict[st
 
 
 def _histogram(before: Reading, after: Reading, name: str, event: str | None = None) -> Spread:
-    """Of what came between two readings, as the upper bounds of the buckets.
+    """Return the spread of the values between two readings, as the upper bounds of the buckets.
 
     The longest is known if it is the longest the process has seen; if that was earlier, it is at
     most the bound of the last bucket that anything came to.

@@ -50,19 +50,20 @@ _LIMITS: dict[str, Any] = {
     "max_running_requests": MAX_RUNNING,
     "sglang_version": "0.5.23",
 }
-"""What every message says of its rank."""
+"""Limits of a rank, which are in each of its messages."""
 _ENDED_AT_ONCE = 200
 """Streams that get their last token in one turn of the event loop."""
 
 
 class FleetShape(msgspec.Struct, kw_only=True, frozen=True):
-    """What there is; one number of DP ranks per instance."""
+    """The engines of a fleet; one number of DP ranks per instance."""
 
     prefill: list[int]
     decode: list[int]
     endforward: str
     reports_per_s: float = 20.0
-    """Of every rank: launches and ends of passes, decode steps, heartbeats of an idle rank."""
+    """Messages of every rank: launches and ends of passes, decode steps, heartbeats of an idle
+    rank."""
     token_s: float = 1.0
 
     @property
@@ -130,7 +131,7 @@ class _Prefill(_Instance):
     def __init__(self, fleet: Fleet, dp_size: int) -> None:
         super().__init__(fleet, dp_size)
         self._asked: dict[str, tuple[int, _Connection]] = {}
-        """By request id, until its prompt is computed: its room, and who waits for the answer."""
+        """Room and waiting connection of each request id, until its prompt is computed."""
         self._busy = False
 
     def start(self, port: int, first_s: float) -> None:
@@ -324,7 +325,7 @@ class _Connection(EngineConnection):
         super().__init__()
         self._instance = instance
         self._streams: dict[_Connection, None] = {}
-        """Those of its rank; its own, empty ones before it began."""
+        """Streams of its rank; its own, empty ones before it began."""
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._streams.pop(self, None)

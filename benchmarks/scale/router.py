@@ -72,7 +72,7 @@ async def running_fleet(shape: FleetShape) -> AsyncIterator[FleetProcess]:
 class Reading:
     at_s: float
     cpu_s: dict[str, float]
-    """By component."""
+    """CPU time by component."""
     memory_bytes: dict[str, int]
     """Proportional set size: shared pages count once over all processes."""
     series: _Series = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What `scripts/chaos` refuses, and what it takes from the scheduler's state."""
+"""The refusals of `scripts/chaos`, and its reading of the scheduler's state."""
 
 from __future__ import annotations
 

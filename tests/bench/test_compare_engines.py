@@ -51,7 +51,8 @@ def test_the_gang_gate_is_stretched_with_the_decode_step(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("dp_size", [1, 2, 8])
 def test_attention_pairs_and_requests_are_paid_with_the_tokens(dp_size: int) -> None:
-    """As they would be by one rank that computes the prompts of the paper workload alone."""
+    """Their price is what one rank would pay if it computed the prompts of the paper workload
+    alone."""
     theirs = PassCost(fixed_s=0.02, mean_s=1e-5, pair_s=2e-8, request_s=2e-3)
     lengths = [arrival.prompt_tokens for arrival in WORKLOADS["paper"](7, 5000, CHUNK)]
     share = CHUNK / sum(lengths)

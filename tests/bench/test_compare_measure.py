@@ -1,4 +1,4 @@
-"""What `scripts/compare-routers` makes of EndForward and of answers."""
+"""The figures of `scripts/compare-routers` from EndForward and answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `scripts/compare-routers` accepts on its command line, and refuses before anything runs."""
+"""The command line of `scripts/compare-routers`, and its refusals before anything runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `scripts/compare-routers` sends, compares and writes; the real cluster is in
+"""The requests, comparisons and files of `scripts/compare-routers`; the real cluster is in
 `test_compare_routers_cluster.py`."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `scripts/compare-routers` sends: loads, lengths, prompts."""
+"""The load of `scripts/compare-routers`: arrivals, lengths, prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ``anthropic`` package is asked to do, and its answers as they are compared."""
+"""Requests through the ``anthropic`` package, and its answers in a form that can be compared."""
 
 from __future__ import annotations
 

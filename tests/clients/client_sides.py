@@ -1,4 +1,4 @@
-"""What the tests of clients compare."""
+"""Helpers of the tests that compare clients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Sides:
     router: str
     direct: str
     engines: list[str]
-    """Of the prefill and the decode instance."""
+    """URLs of the prefill and the decode instance."""
     event_log: Path
 
 

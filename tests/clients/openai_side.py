@@ -1,5 +1,5 @@
-"""What the ``openai`` package is asked for by ``/v1/responses``, and its answers as they are
-compared."""
+"""Requests through the ``openai`` package to ``/v1/responses``, and its answers in a form that can
+be compared."""
 
 from __future__ import annotations
 

@@ -33,7 +33,8 @@ TOO_LONG = ("prompt is too long", "is longer than the model's context length")
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def clients(sides: Sides) -> AsyncIterator[dict[str, list[Any]]]:
-    """By package: of the router and of the ordinary engine. None tries again by itself."""
+    """Yield clients of the router and of the ordinary engine, by package. None tries again by
+    itself."""
     made = {
         package: [side.client_of(url) for url in (sides.router, sides.direct)]
         for package, side in PACKAGES.items()

@@ -70,7 +70,7 @@ class Site:
         return {rid: passes[rid] for rid in rids}
 
     async def outcomes(self, requests: int, since_s: float) -> list[Outcome]:
-        """Of the requests since then, which are so many, in the order of their ends."""
+        """Return the outcomes of this many requests since then, in the order of their ends."""
         found: list[Outcome] = []
 
         def all_there(records: list[LogRecord]) -> bool:

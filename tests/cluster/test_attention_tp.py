@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.asyncio(loop_scope="module")]
 
 DP_SIZE = 2
 MEMBERS = 2
-"""Of a gang, per DP rank."""
+"""Number of a gang's requests per DP rank."""
 GATE_MS = 200
 """Long, as a busy host may take its time."""
 NEW_TOKENS = 4

@@ -50,7 +50,8 @@ async def site(
 
 
 async def under(site: Site, fault: Fault) -> FaultResult:
-    """What clients saw; everybody got the whole answer and the router's books are empty."""
+    """Run a fault, and check that every client got the whole answer and the router's books are
+    empty."""
     result = await run_fault(site, fault, workload=WORKLOAD, tail_s=TAIL_S)
     assert result.sent > 20
     assert (result.errors, result.notes) == ({}, result.notes)

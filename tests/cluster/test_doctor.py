@@ -38,7 +38,7 @@ NOT_BETTER_ON_CPU = {"cache.approximate", "security.no-key", "latency.jitter"}
 
 @dataclass
 class Report:
-    """What the doctor said."""
+    """The doctor's output."""
 
     code: int
     text: str

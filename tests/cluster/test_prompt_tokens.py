@@ -80,7 +80,7 @@ async def post(
 
 
 def said(outputs: list[dict[str, Any]]) -> list[Any]:
-    """What a client reads of an answer: texts, tokens, reasons and counts."""
+    """Return the parts of an answer that a client reads: texts, tokens, reasons and counts."""
     found: list[Any] = []
     for output in outputs:
         for choice in output.get("choices", []):

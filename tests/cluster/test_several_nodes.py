@@ -43,7 +43,7 @@ CONVERSATIONS = 8
 TURNS = 3
 GANGS = 8
 MEMBERS = 2
-"""Of a gang, per DP rank."""
+"""Number of a gang's requests per DP rank."""
 GATE_MS = 200
 """The most there is, as a busy host may take its time."""
 LATE_S = 0.06

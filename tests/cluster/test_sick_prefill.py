@@ -28,7 +28,7 @@ SHIM = Path(__file__).parent / "slow_kv_site"
 PROMPT_TOKENS = 1000
 RANKS = 2
 POOL_PROMPTS = 3
-"""That a prefill rank has KV for."""
+"""Number of prompts that a prefill rank has KV for."""
 REQUESTS = 30
 WELL_REQUESTS = 4
 """Before."""

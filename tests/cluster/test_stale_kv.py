@@ -61,7 +61,8 @@ class Site:
         return sum(map(float, re.findall(rf"^{name}(?:{{.*}})? (\S+)$", page, re.MULTILINE)))
 
     async def tokens(self, prompt: list[int], began: str = "") -> list[int]:
-        """What a stream brings, greedily; ``began``: the event to leave with its first token."""
+        """Return the tokens of a greedy stream; ``began``: the event to leave with its first
+        token."""
         body = {
             "input_ids": prompt,
             "stream": True,

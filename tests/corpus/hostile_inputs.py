@@ -25,7 +25,7 @@ class Input:
     kind: str
     name: str
     data: bytes
-    """What is mutated: the bytes on a connection, a body, the last frame, an engine's answer."""
+    """Bytes that are mutated: those on a connection, a body, the last frame, an engine's answer."""
     fields: dict[str, Any] = field(default_factory=dict)
     expected: dict[str, Any] = field(default_factory=dict)
 

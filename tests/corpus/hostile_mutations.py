@@ -12,7 +12,8 @@ from hostile_inputs import Input, corpus
 from sglang_sbs.wire import EndForward, encode_endforward
 
 _MAX_BYTES = 20_000
-"""Of what is changed: large inputs are slow, and their size is what is odd about them."""
+"""Largest input that is changed, in bytes: a large one is slow, and its size is what is odd about
+it."""
 _PIECES = {
     "http": (
         *(b"\r\n", b"\n", b"\r", b"\0", b" ", b"\t", b":", b",", b"HTTP/1.0", b"HTTP/1.1", b"-1"),
@@ -128,7 +129,7 @@ def mutations(kind: str, seed: int) -> Iterator[Input]:
 
 
 def _message(name: str, rng: random.Random) -> Input:
-    """Of true form and with odd values, or with odd bytes."""
+    """Return a message of true form with odd values, or with odd bytes."""
     values: dict[str, object] = {key: rng.choice(_COUNTS) for key in rng.sample(_COUNTED, 3)}
     values["kind"] = rng.choice(("launch", "forward", "idle", "heartbeat"))
     values[rng.choice(("forward_s", "age_s", "end_s"))] = rng.choice(_SECONDS)

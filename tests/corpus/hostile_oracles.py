@@ -1,4 +1,5 @@
-"""What two parsers read in the same bytes: h11, and aiohttp as it is on the router's serving port.
+"""Compares how two parsers read the same bytes: h11, and aiohttp as it is on the router's serving
+port.
 
 Where both go on, they must read the same: a proxy in front of the router that believes one and a
 router that believes the other would let a client smuggle requests.
@@ -26,7 +27,7 @@ Request = tuple[str, str, bytes]
 
 @dataclass
 class Reading:
-    """What a parser took of the bytes."""
+    """The requests that a parser read in the bytes."""
 
     requests: list[Request] = field(default_factory=list)
     ended: bool = False

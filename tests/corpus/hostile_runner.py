@@ -38,7 +38,7 @@ _FLAGS = (
 
 
 class Complaints(logging.Handler):
-    """What no input may bring into the log."""
+    """Collects log records that no input may cause."""
 
     _NAMES = ("sglang_sbs", "asyncio")  # what aiohttp logs itself is of the scripted engines
 
@@ -76,21 +76,21 @@ class Stage:
     flags: tuple[str, ...] = _FLAGS
     prefill, decode = 1, 1
     real = False
-    """With the scheduler of ``--policy sbs``."""
+    """True: the scheduler of ``--policy sbs`` runs."""
 
     def __init__(self, here: Cluster, complaints: Complaints) -> None:
         self.here = here
         self._complaints = complaints
 
     async def open(self, stack: AsyncExitStack) -> None:
-        """What the kind needs besides."""
+        """Open the resources that the kind needs."""
 
     async def send(self, given: Input) -> list[str]:
         """Send it and wait for its end; what is not as expected."""
         raise NotImplementedError
 
     async def faults(self, given: Input) -> list[str]:
-        """What was wrong about how this input ended; empty: nothing."""
+        """Return the defects of this input's end; empty: none."""
         try:
             async with asyncio.timeout(2 * PATIENCE_S):
                 found = await self.send(given)

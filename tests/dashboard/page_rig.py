@@ -154,7 +154,7 @@ LIGHTNESS = """() => {
 
 
 async def lightness(page: Page, unlike: list[int]) -> int:
-    """Of the ground of the first prefill cell, 1 to 765, once it is another."""
+    """Return the lightness of the first prefill cell's ground, 1 to 765, once it has changed."""
     await page.wait_for_function(f"known => !known.includes(({LIGHTNESS})())", arg=[0, *unlike])
     return int(await page.evaluate(LIGHTNESS))
 

@@ -130,7 +130,7 @@ def promtool() -> str:
 
 
 def ask(promtool: str, folder: Path, cases: list[tuple[str, Series]], fires: int) -> str:
-    """What promtool has to say against ``cases``: empty, if each alert fires so often."""
+    """Return promtool's complaint about ``cases``: empty, if each alert fires ``fires`` times."""
     tests = [
         {
             "name": f"{alert}, case {number}",

@@ -148,7 +148,7 @@ def test_a_wrong_name_or_label_would_be_noticed(exported: dict[str, set[str]]) -
 async def test_a_live_router_on_mock_engines_exports_all_of_it(
     exported: dict[str, set[str]],
 ) -> None:
-    """What was collected from the code is what comes over HTTP, with the same labels."""
+    """The metrics collected from the code are those that come over HTTP, with the same labels."""
     scheduler = Scheduler(SchedulerConfig())
     async with (
         cluster(prefill=2, decode=1, sbs_block=True, scheduler=scheduler) as running,

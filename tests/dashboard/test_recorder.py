@@ -1,4 +1,4 @@
-"""What the dashboard makes of the scheduler's events: passes, bubbles, shadows, alerts, frames."""
+"""The dashboard's view of the scheduler's events: passes, bubbles, shadows, alerts, frames."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def test_top_shows_slow_requests_with_reasons_and_past_alerts() -> None:
 
 
 def trial_of(**more: Any) -> dict[str, Any]:
-    """As a frame has it."""
+    """Return a trial in the form that a frame has."""
     text = "trial of sbs against eta: sbs has 0.78x (0.70 to 0.87) the mean TTFT of eta"
     known = {"running": True, "text": text, "policy": "sbs", "baseline": "eta", "now": "baseline"}
     return known | {"high": 0.87, "slot_left_s": 75.0} | more

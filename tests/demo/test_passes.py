@@ -110,7 +110,7 @@ def test_an_empty_window_has_no_figures():
 
 
 def test_passes_that_took_no_time_have_no_shares_of_it():
-    """As a hook reports one that had ended when it was launched."""
+    """A hook reports such a pass if it had ended when it was launched."""
     statistics = pass_statistics([ForwardPass("p0", 1.0, 1.0, (100, 0))], chunk_tokens=100)
     assert statistics.passes == 1
     assert statistics.chunk_utilization == 0.5

@@ -1,4 +1,4 @@
-"""What the demo prints is whole in a terminal of 80 columns."""
+"""The demo's output is whole in a terminal of 80 columns."""
 
 from __future__ import annotations
 

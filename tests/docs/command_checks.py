@@ -166,12 +166,12 @@ def _check_server(words: Sequence[str], command: Command) -> None:
 
 
 def _substituted(word: str) -> str:
-    """With ``$(cat FILE)`` replaced as a shell does."""
+    """Return the word with ``$(cat FILE)`` replaced, as a shell does."""
     return re.sub(r"\$\(cat ([\w.-]+)\)", lambda cat: Path(cat[1]).read_text(), word)
 
 
 def _check_simulate(words: Sequence[str], command: Command) -> None:
-    """With all that is checked before the first simulation begins."""
+    """Run all checks that come before the first simulation."""
     modules = [
         import_module(f"sglang_sbs.simulator.{name}")
         for name in ("cli", *(f"experiments.{x}" for x in ("plan", "trials")))
@@ -300,7 +300,7 @@ def _check_pip(words: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class CurlRequest:
-    """What a documented curl sends."""
+    """The request of a documented curl."""
 
     method: str
     path: str

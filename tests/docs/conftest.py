@@ -1,4 +1,4 @@
-"""What a reader of the documentation has at hand."""
+"""The files and policies that a reader of the documentation has at hand."""
 
 from __future__ import annotations
 

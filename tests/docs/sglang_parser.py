@@ -26,7 +26,8 @@ def is_installed() -> bool:
 
 
 def refusal(words: Sequence[str]) -> str:
-    """What ``python -m sglang.launch_server`` has against these words; empty: nothing."""
+    """Return the objection of ``python -m sglang.launch_server`` to these words; empty: there is
+    none."""
     process = _process()
     assert process.stdin is not None
     assert process.stdout is not None

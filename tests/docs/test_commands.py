@@ -113,7 +113,7 @@ QUICK = [
 def test_a_simulation_of_the_guides_runs(
     command: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As written, but short and at little load."""
+    """It runs as written, but short and at little load."""
     short = ["--duration", "21", "--loads", "0.05", "--workers", "1"]
     assert simulate([*command.words[2:], *short]) == 0
     assert "load 0.05" in capsys.readouterr().out

@@ -116,7 +116,7 @@ def test_a_plot_can_be_drawn_again(tmp_path: Path) -> None:
 
 
 def figures(match: str | tuple[str, ...]) -> set[str]:
-    """What a pattern's groups found, in any order."""
+    """Return the text of a pattern's groups, in any order."""
     return {group.lower() for group in ([match] if isinstance(match, str) else match) if group}
 
 

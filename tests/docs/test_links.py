@@ -18,7 +18,7 @@ def prose(page: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """As GitHub makes them of headings."""
+    """Return the anchors that GitHub makes from headings."""
     found: set[str] = set()
     for heading in HEADING.findall(prose(page)):
         text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower()

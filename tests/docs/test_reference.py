@@ -1,5 +1,5 @@
-"""What the documentation names exists, and what must be documented is: flags, variables, metrics,
-generated parts."""
+"""Names in the documentation exist, and flags, variables, metrics and generated parts are
+documented."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ OF_OTHERS = {
 """Flags of pip, docker, kubectl, patch and the like."""
 MOST_PICTURE_BYTES = 200 * 1024
 QUOTED_WITHIN = 0.05
-"""What a quoted simulation may differ from the present scheduler's."""
+"""Accepted difference between a quoted simulation and the present scheduler's, as a share."""
 
 
 def named(pattern: re.Pattern[str]) -> dict[str, str]:
-    """What matches in the documentation, with a page that has it."""
+    """Return the matches in the documentation, each with a page that has it."""
     return {
         match: str(page.relative_to(ROOT))
         for page in pages()
@@ -62,7 +62,8 @@ def router_flags(*, hidden: bool = True) -> set[str]:
 
 @cache
 def flags_in_source() -> set[str]:
-    """Of every parser of this project: read in the source, since some are in scripts."""
+    """Return the flags of every parser of this project: read in the source, since some are in
+    scripts."""
     folders = ("sglang_sbs", "benchmarks", "tools")
     code = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
     sources = [*code, *(ROOT / "scripts").iterdir()]
@@ -98,7 +99,7 @@ def test_the_simulator_s_sbs_flags_are_the_router_s() -> None:
 
 
 def test_every_other_documented_flag_exists() -> None:
-    """In one of our parsers, in SGLang's or in sglang_router's."""
+    """Each is in one of our parsers, in SGLang's or in sglang_router's."""
     if not sglang_parser.is_installed():
         pytest.skip("SGLang is not installed (scripts/install --router-only)")
     known = router_flags() | flags_in_source() | {f"--{name}" for name in REFUSED_FLAGS} | OF_OTHERS
@@ -137,7 +138,7 @@ def test_every_error_code_is_documented() -> None:
 
 
 def test_every_documented_metric_is_exported() -> None:
-    """By its name in the source; a counter's there may lack the ``_total``."""
+    """It is found by its name in the source; a counter's there may lack the ``_total``."""
     source = "".join(
         path.read_text()
         for folder in ("router", "dashboard")
@@ -236,7 +237,7 @@ def test_named_scripts_exist() -> None:
 
 
 def as_documented(default: object) -> str:
-    """As the pages write it."""
+    """Return a default in the form of the pages."""
     return f"{default:g}" if isinstance(default, float) else str(default or "none")
 
 

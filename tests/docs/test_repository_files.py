@@ -1,4 +1,4 @@
-"""What a host of the repository reads: the workflow, pre-commit's hooks, the citation."""
+"""The files that a host of the repository reads: the workflow, pre-commit's hooks, the citation."""
 
 from __future__ import annotations
 

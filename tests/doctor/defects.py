@@ -1,4 +1,4 @@
-"""What can be wrong with a cluster of mock engines, each as a change of the healthy one."""
+"""Possible defects of a cluster of mock engines, each as a change of the healthy one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def flags(*words: str) -> Break:
 
 
 def unseen_plugin(r: Rig) -> None:
-    """As SGLang 0.5.20, which has plugins and does not show them."""
+    """Make the engines report like SGLang 0.5.20, which has plugins and does not show them."""
     for engine in r.engines:
         engine.info |= {"version": "0.5.20", "sbs": None}
 
@@ -89,7 +89,7 @@ def publishes_on_one(r: Rig) -> None:
 
 
 def taken_port(r: Rig) -> None:
-    """As when a router listens at the EndForward port; the engines' release hides the plugin."""
+    """Listen at the EndForward port like another router; the engines' release hides the plugin."""
     unseen_plugin(r)
     port = free_ports(1)[0]
     r.listen_at(port)
@@ -331,7 +331,7 @@ ALSO_TESTED = {
     *("bootstrap.loopback", "security.plain-key", "security.key-file-mode", "security.no-key"),
     *("cache.approximate", "flags.rust-idle"),
 }
-"""By tests of their own below."""
+"""Findings that have tests of their own below."""
 
 HEALTHY = {
     *("reach.ok", "version.ok", "plugin.ok", "endforward.ok", "limits.ok", "flags.ok", "pair.ok"),

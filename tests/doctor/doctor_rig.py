@@ -66,7 +66,7 @@ class Engine(MockEngine):
         self.loads = True
         self.clock_s = 0.0
         self.slow_s = 0.0
-        """Of every answer of ``/ready``."""
+        """Delay of every answer of ``/ready``."""
         self.slow_every = 1
         self._answers = 0
         self._speaker: asyncio.Task[None] | None = None
@@ -187,8 +187,8 @@ class Rig:
         return words + self.flags
 
     async def facts(self) -> ClusterFacts:
-        """What the doctor gathers; round trips of engines that are not slow on purpose are set to a
-        millisecond, for this machine may be busy."""
+        """Return the facts that the doctor gathers; round trips of engines that are not slow on
+        purpose are set to a millisecond, for this machine may be busy."""
         facts = await gather(parse_options(self.command_line()))
         slow = {engine.url for engine in self.engines if engine.slow_s}
         for engine in facts.engines:
@@ -274,7 +274,7 @@ class Rig:
 
 
 def layout_of(engine: Engine) -> dict[str, Any]:
-    """What a bootstrap server says of its engine."""
+    """Return a bootstrap server's description of its engine."""
     return {
         "attn_tp_size": 1,
         "attn_cp_size": 1,

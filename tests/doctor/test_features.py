@@ -34,7 +34,7 @@ from tools.reference.findings import meanings
 ROOT = Path(__file__).parents[2]
 FLAGS = ["--prefill", "http://p0:1", "--prefill", "http://p1:1", "--decode", "http://d0:1"]
 SHOWN = parse_flags(FLAGS).shown()
-"""Of a router without more flags."""
+"""Options of a router without more flags."""
 ROLES = {"http://p0:1": "prefill", "http://p1:1": "prefill", "http://d0:1": "decode"}
 KV_EVENTS = {
     **{"publisher": "zmq", "topic": "kv", "block_size": 64, "dp_size": DP},
@@ -42,13 +42,13 @@ KV_EVENTS = {
 }
 
 RUST = {"dp_rank": 0, "dp_size": DP, "nnodes": 1}
-"""What only SGLang's Rust server says of itself."""
+"""Fields that only SGLang's Rust server reports."""
 
 Change = Callable[["Cluster"], object]
 
 
 def replicas(cluster: Cluster) -> None:
-    """As an engine with ``--dp-size`` and without DP attention."""
+    """Describe engines with ``--dp-size`` and without DP attention."""
     cluster.every(attn_dp_size=1, dp_size=DP, enable_dp_attention=False)
 
 
@@ -102,7 +102,7 @@ class Cluster:
         return self.router
 
     def every(self, **fields: Any) -> None:
-        """Of every engine's ``/server_info``."""
+        """Set fields of every engine's ``/server_info``."""
         for data in self.data.values():
             data.update(fields)
 

@@ -138,7 +138,8 @@ class Scheduler:
         self.processed: list[tuple[Batch, Result]] = []
 
     def _uncached(self) -> int:
-        """As ``load_inquirer.py``: with the chunked request, including its chunk in flight."""
+        """Count tokens like ``load_inquirer.py``: with the chunked request, including its chunk in
+        flight."""
         if self.disaggregation_mode is Role.DECODE:
             return 0
         tokens = sum(r.seqlen - r.cached for r in self.waiting_queue)

@@ -217,7 +217,7 @@ class Hosts:
         self.infos: list[SyncInfo] = []
 
     def turn(self, after_s: float = TURN_S) -> list[list[str]]:
-        """What each rank starts."""
+        """Return the requests that each rank starts."""
         self.ranks[0].clock.now_s += after_s
         popped = []
         for number, rank in enumerate(self.ranks):

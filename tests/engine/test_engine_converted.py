@@ -83,7 +83,7 @@ UNCERTAIN: list[dict[str, Any]] = [
 
 
 def state(text: str) -> str:
-    """As SGLang packs reasoning into ``encrypted_content``."""
+    """Return a text in the form of SGLang's ``encrypted_content`` for reasoning."""
     packed = base64.urlsafe_b64encode(zlib.compress(text.encode()))
     return "sglang-reasoning-v1." + packed.decode()
 
@@ -183,7 +183,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def engine(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What SGLang makes of all bodies, by model."""
+    """Return SGLang's conversion of all bodies, by model."""
     cases = tmp_path_factory.mktemp("cases") / "cases.json"
     directories = {str(path): name for name, path in models.items()}
     cases.write_text(

@@ -1,4 +1,4 @@
-"""What a rank says about its forward passes."""
+"""A rank's reports about its forward passes."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_pass_behind_is_reported_as_in_flight() -> None:
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_tokens_of_a_chunked_request_are_counted_exactly_once(overlap: bool) -> None:
-    """At any message: computed + being computed + queued = the prompt."""
+    """Computed, being computed and queued tokens add up to the prompt at any message."""
     rank = Rank()
     turn = rank.overlap_turn if overlap else rank.normal_turn
     rank.scheduler.waiting_queue = [Req("long", 2500), Req("behind", 600)]

@@ -108,7 +108,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         ]
     },
 }
-"""Of ``tokenizer_config.json``."""
+"""Content of ``tokenizer_config.json``."""
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def engine(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What SGLang makes of all prompts, by model."""
+    """Return SGLang's reading of all prompts, by model."""
     cases = tmp_path_factory.mktemp("cases") / "cases.json"
     directories = {str(path): name for name, path in models.items()}
     wanted = {"directories": list(directories), "bodies": BODIES, "prompts": PROMPTS}
@@ -198,7 +198,7 @@ for case in cases:
 
 @pytest.fixture(scope="module")
 def published() -> list[list[int]]:
-    """What SGLang's event recorder calls the blocks of each case."""
+    """Return the names that SGLang's event recorder gives the blocks of each case."""
     answer = ask(RECORD.replace("CASES", repr(json.dumps([IDS, CASES]))))
     names = answer["names"]
     assert isinstance(names, list)

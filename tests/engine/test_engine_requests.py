@@ -1,4 +1,4 @@
-"""What a rank says about requests: accepted, aborted, idle, alive; and when things go wrong."""
+"""A rank's reports about requests: accepted, aborted, idle, alive; and when things go wrong."""
 
 from __future__ import annotations
 

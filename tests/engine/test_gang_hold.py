@@ -1,4 +1,4 @@
-"""What is held back in the handshake queue, and until when."""
+"""Holding back in the handshake queue: which requests, and until when."""
 
 from __future__ import annotations
 
@@ -352,7 +352,7 @@ def test_a_rank_silent_for_long_is_not_polled_every_turn(
 
 
 def test_nothing_is_held_where_no_turns_are_counted() -> None:
-    """As with a release of SGLang whose event loop the hook does not find."""
+    """The same happens with a release of SGLang whose event loop the hook does not find."""
     rank = Rank(Clock(), ranks=2, hearsay=Hearsay())
     rank.pop()
     rank.queue.queue = [Req("a", GangPart(1, 2, 2))]

@@ -26,7 +26,7 @@ def running(ranks: list[Rank], part: GangPart = PART) -> list[list[Req]]:
 
 
 def pass_ends(ranks: list[Rank], reqs: list[list[Req]]) -> list[list[str]]:
-    """What each starts in the turn after it."""
+    """Return the requests that each starts in the turn after it."""
     for rank, its in zip(ranks, reqs, strict=True):
         rank.ends_pass()
         rank.queue.queue += its

@@ -1,4 +1,5 @@
-"""What the plugin's hooks need of each release of SGLang, as ``docs/compatibility.md`` tells it."""
+"""The needs of the plugin's hooks in each release of SGLang, as ``docs/compatibility.md`` has
+them."""
 
 from __future__ import annotations
 

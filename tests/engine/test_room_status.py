@@ -17,7 +17,7 @@ def test_decodes_answer_is_not_written_over_by_who_opens_the_room() -> None:
     )
 
     def update_status(rooms: dict[int, int], room: int, status: int) -> None:
-        """As SGLang's, with a change of threads at the worst moment."""
+        """Update a status like SGLang, with a change of threads at the worst moment."""
         current = rooms.get(room)
         if status == BOOTSTRAPPING:
             answer.start()

@@ -1,4 +1,4 @@
-"""What the plugin does about the sleep of an idle DP rank with SGLang's Rust server."""
+"""The plugin's handling of the sleep of an idle DP rank with SGLang's Rust server."""
 
 from __future__ import annotations
 

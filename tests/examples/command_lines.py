@@ -116,7 +116,7 @@ def command_of(words: Sequence[str], title: str = "") -> Command:
 
 
 def _environment() -> dict[str, str]:
-    """In which SGLang can be imported here."""
+    """Return an environment in which SGLang can be imported here."""
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("SGLANG_SBS_")}
     return inherited | cpu_engine_environment(1, inherited=inherited) | {"SGLANG_PLUGINS": "none"}
 
@@ -135,7 +135,7 @@ def _parser() -> subprocess.Popen[str]:
 
 
 def read_by_sglang(commands: Sequence[Command]) -> list[dict[str, Any]]:
-    """What the parser of the installed SGLang makes of engines' flags."""
+    """Return the result of the installed SGLang's parser for engines' flags."""
     assert commands and all(command.module == ENGINE for command in commands)
     answer: list[dict[str, Any]] = _ask([command.flags for command in commands])
     return answer
@@ -159,8 +159,9 @@ def _ask(question: object) -> Any:
 
 
 def resolved_by_sglang(commands: Sequence[Command], *more: str) -> list[dict[str, Any]]:
-    """What an engine would run with, after SGLang's own checks of flags against each other and
-    against the model's configuration. ``more``: flags in place of a GPU machine."""
+    """Return the arguments that an engine would run with, after SGLang's own checks of flags
+    against each other and against the model's configuration. ``more``: flags in place of a GPU
+    machine."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", _RESOLVE],
         input=json.dumps([[*command.flags, *more] for command in commands]),
@@ -176,7 +177,8 @@ def resolved_by_sglang(commands: Sequence[Command], *more: str) -> list[dict[str
 
 
 def read_by_router(command: Command) -> RouterOptions:
-    """What our own parser makes of the router's flags; the files they name must be there."""
+    """Return the result of our own parser for the router's flags; the files they name must be
+    there."""
     assert command.module == ROUTER
     options = parse_flags(command.flags)
     assert not [w for w in options.warnings if "no effect" in w]

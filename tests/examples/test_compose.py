@@ -33,7 +33,7 @@ def dotenv() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def services() -> dict[str, Any]:
-    """As Compose sees them: variables of ``.env`` filled in."""
+    """Return the services in Compose's view: variables of ``.env`` filled in."""
     variables = dotenv()
     text = (FOLDER / "compose.yaml").read_text()
     used = set(re.findall(r"(?<!\$)\$\{(\w+)\}", text))

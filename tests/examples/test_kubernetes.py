@@ -70,7 +70,7 @@ def container(template: dict[str, Any]) -> dict[str, Any]:
 
 
 def engine_command(template: dict[str, Any]) -> Command:
-    """With what LeaderWorkerSet puts into the environment of node 0 of 4."""
+    """Return the engine's command with LeaderWorkerSet's environment of node 0 of 4."""
     given = {"LWS_LEADER_ADDRESS": "leader", "LWS_GROUP_SIZE": "4", "NODE_RANK": "0"}
     engine = container(template)
     flags = engine["args"]
@@ -92,7 +92,7 @@ def scheduler() -> dict[str, Any]:
 
 
 def options_of(template: dict[str, Any], folder: Path) -> Any:
-    """As the router's own parser reads the flags of a pod: the first of its kind."""
+    """Return the options that the router's own parser reads from the first pod of this kind."""
     values = {
         "POD_NAMESPACE": "deepseek",
         "POD_NAME": "sglang-sbs-scheduler-0",

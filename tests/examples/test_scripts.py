@@ -57,7 +57,7 @@ DEEPSEEK_V3 = {
         "weight_block_size": [128, 128],
     },
 }
-"""Of its ``config.json``, the shape. Python that it names is not here, and must not be wanted."""
+"""The shape in its ``config.json``. Python that it names is not here, and must not be wanted."""
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +140,8 @@ def test_h800_engines_are_the_papers(h800: list[Command]) -> None:
 
 
 def test_h800_flags_pass_sglangs_own_checks(tmp_path: Path) -> None:
-    """As an engine resolves them for DeepSeek-V3, but for what looks for a GPU or InfiniBand."""
+    """The flags are resolved as an engine would for DeepSeek-V3, except for checks that need a GPU
+    or InfiniBand."""
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(DEEPSEEK_V3))

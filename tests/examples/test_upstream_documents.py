@@ -47,7 +47,7 @@ UPSTREAM_VARIABLES = """
     SGLANG_HACK_DEEPEP_NEW_MODE SGLANG_CHUNKED_PREFIX_CACHE_THRESHOLD
     SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT SGLANG_DISAGGREGATION_WAITING_TIMEOUT
 """
-"""Of their manifests; ``SGL_`` there is ``SGLANG_`` in 0.5.23."""
+"""Variables in their manifests; ``SGL_`` there is ``SGLANG_`` in 0.5.23."""
 UPSTREAM_FIELDS = """
     hostNetwork hostIPC privileged readinessProbe nodeSelector tolerations networkConfig
     startupPolicy
@@ -82,7 +82,7 @@ def kubernetes_engines() -> dict[str, dict[str, Any]]:
 
 
 def flag_values(flags: list[str]) -> dict[str, str]:
-    """By name; empty for a switch."""
+    """Return the flags' values by name; empty for a switch."""
     words = [part for flag in flags for part in flag.split("=", 1)]
     values: dict[str, str] = {}
     for word in words:

@@ -1,1 +1,1 @@
-"""What tests of several rooms stand on: scripted peers, clients and builders, no tests."""
+"""Helpers for tests of several rooms: scripted peers, clients and builders, no tests."""

@@ -1,4 +1,4 @@
-"""What observed messages become in an event log."""
+"""The event log of observed messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an observation says of passes and waits, and how it says it."""
+"""An observation's report of passes and waits, and its words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of the checkout makes the distributions."""
+"""Copies the parts of the checkout that make the distributions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class Built:
 
 
 def copy_sources(target: Path) -> Path:
-    """What a build may see, away from the checkout, which it would leave traces in."""
+    """Copy the files that a build may see away from the checkout, in which it would leave
+    traces."""
     for name in SOURCES:
         shutil.copy(ROOT / name, target / name)
     for name in FOLDERS:

@@ -1,4 +1,5 @@
-"""What ``scripts/install`` would install, asked of the script with stand-ins for pip and apt."""
+"""The packages that ``scripts/install`` would install, asked of the script with stand-ins for pip
+and apt."""
 
 from __future__ import annotations
 
@@ -50,14 +51,14 @@ def calls_of(tmp_path: Path, *flags: str) -> list[str]:
 
 
 def system_packages(calls: list[str]) -> set[str]:
-    """Of Debian, by name."""
+    """Return the Debian packages that the calls ask for."""
     words = [call.split() for call in calls if call.startswith("apt-get")]
     asked = [w for w in words if w[1] in ("install", "download")]
     return {word for w in asked for word in w[2:] if not word.startswith("-")}
 
 
 def extras(calls: list[str]) -> set[str]:
-    """Of this project's optional dependencies."""
+    """Return the extras of this project that the calls ask for."""
     return {
         e
         for call in calls

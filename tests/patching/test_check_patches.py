@@ -12,7 +12,7 @@ from sglang_sbs.patching.patch_file import load_patches
 from tools.check_patches import command
 
 CACHE = Path(__file__).resolve().parents[2] / ".cache" / "releases"
-"""As the script's own, so that releases are downloaded once."""
+"""The script's own cache, so that releases are downloaded once."""
 
 
 @pytest.mark.registry

@@ -85,7 +85,7 @@ class System:
         await self.publishers[rank].start()
 
     def held(self, rank: int, tier: str = "device") -> set[int]:
-        """What the scheduler would believe."""
+        """Return the blocks that the scheduler would count as held."""
         blocks: set[int] = set()
         for event in self.events:
             if isinstance(event, InstanceDown | InstanceUp):

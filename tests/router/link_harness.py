@@ -269,7 +269,7 @@ class FrontEnd:
         return asyncio.create_task(self._asked(rid, tokens))
 
     async def _asked(self, rid: str, tokens: int) -> Dispatch:
-        """As the relay does."""
+        """Send a request like the relay."""
         try:
             return await self.link.dispatch(submitted(rid, tokens))
         except BaseException:
@@ -282,7 +282,7 @@ class World:
         self.net = Net()
         self.front_ends: list[FrontEnd] = []
         self.times = QUICK
-        """Of what is made from now on."""
+        """Times of objects that are made from now on."""
 
     async def boot(
         self, config: SchedulerConfig = IMMEDIATE, scheduler: SchedulerLike | None = None

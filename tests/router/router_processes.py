@@ -75,7 +75,8 @@ class Group:
 
     @property
     def metrics_port(self) -> int:
-        """Of the scheduler process as it is now: port 0 gives each another one."""
+        """Return the metrics port of the present scheduler process: port 0 gives each another
+        one."""
         return int(self._last(_METRICS))
 
     def _last(self, pattern: re.Pattern[str]) -> str:

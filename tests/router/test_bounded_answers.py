@@ -1,4 +1,4 @@
-"""What one large answer may cost: memory, and pieces of work on the event loop."""
+"""The cost of one large answer: memory, and pieces of work on the event loop."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ MIB = 1 << 20
     ("size", "cut"), [(10, 1), (10, 7), (10, 100), (2 * MIB, 16 << 10), (2 * MIB, (16 << 10) + 1)]
 )
 def test_an_abort_is_found_in_an_answer_however_it_comes(size: int, cut: int) -> None:
-    """Of a large answer no more than that it is one: all of it is not parsed on the event loop."""
+    """Only the abort itself is read from a large answer: all of it is not parsed on the event
+    loop."""
     reason = {"type": "abort", "message": "no room", "status_code": 503}
     answer = orjson.dumps({"text": "x" * size, "meta_info": {"finish_reason": reason}})
     failures: list[LegFailure] = []

@@ -1,4 +1,4 @@
-"""What one body may cost: memory, pieces of work on the event loop, and everybody else's turn."""
+"""The cost of one body: memory, pieces of work on the event loop, and everybody else's turn."""
 
 from __future__ import annotations
 

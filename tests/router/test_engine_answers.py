@@ -138,7 +138,7 @@ async def test_of_a_long_error_the_beginning_is_kept(size: int) -> None:
 
 
 async def test_decode_that_does_not_wait_for_prefill_is_paused(monkeypatch: Any) -> None:
-    """With logprobs its events are held until prefill has answered."""
+    """Events with logprobs are held until prefill has answered."""
     paused: list[bool] = []
     call = connection_pool.Call
     set_paused = call.set_paused
@@ -166,7 +166,7 @@ async def test_decode_that_does_not_wait_for_prefill_is_paused(monkeypatch: Any)
 
 
 async def test_an_empty_stream_of_decode_does_not_wait_for_prefill() -> None:
-    """Whose logprobs are to go into it: it may wait itself, for what decode has left."""
+    """Prefill, whose logprobs would go into it, may wait itself for what decode has left."""
     async with cluster("--disable-retries") as c:
         c.decode[0].raw_answers["/generate"] = (
             b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nContent-Length: 0\r\n\r\n"

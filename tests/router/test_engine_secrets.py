@@ -1,4 +1,4 @@
-"""What of /server_info holders of the inference key may see."""
+"""The parts of /server_info that holders of the inference key may see."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine's /server_info shows of secrets reaches nothing that this package shows."""
+"""The secrets in an engine's /server_info reach nothing that this package shows."""
 
 from __future__ import annotations
 

@@ -165,7 +165,7 @@ class System:
         self.registry.set_healthy(self.worker, True)
 
     def described(self, info: WorkerInfo) -> None:
-        """As the monitor does."""
+        """Describe the worker like the monitor."""
         self.registry.described(self.worker, info)
         self.listener.described(self.worker, info)
 
@@ -182,7 +182,7 @@ class System:
 
     @property
     def address(self) -> KvAddress:
-        """What the second rank says."""
+        """Return the second rank's address."""
         return KvAddress("", self.source.port + 1, self.source.port + 3)
 
     def says(self, peer: str = SECOND_NODE, **fields: Any) -> None:

@@ -60,7 +60,7 @@ async def test_very_many_blocks_are_sent_in_slices(monkeypatch: pytest.MonkeyPat
 async def test_others_get_turns_while_a_large_message_is_decoded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What comes behind it waits, as it says what became of the same blocks later."""
+    """Messages behind it wait, as they report later changes of the same blocks."""
     turns = 0
     decoded_in: set[int] = set()
     decode = kv_subscriber.decode_in_parts
@@ -97,7 +97,7 @@ async def test_others_get_turns_while_a_large_message_is_decoded(
 async def test_what_comes_during_a_replay_waits_for_its_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In its socket, and nobody looks there all the time."""
+    """The messages stay in its socket, and nothing polls there all the time."""
     looks = 0
     turn = kv_subscriber._RankConnection._turn
 
@@ -130,7 +130,7 @@ async def test_what_comes_during_a_replay_waits_for_its_end(
 async def test_what_comes_during_a_replay_is_bounded_by_its_bytes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What is dropped of it is asked for again."""
+    """Dropped messages are asked for again."""
     monkeypatch.setattr(kv_subscriber, "_MOST_HELD_BYTES", 5000)
     async with system() as here:
         first, loop = here.publishers[0], asyncio.get_running_loop()

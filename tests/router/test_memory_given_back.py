@@ -1,4 +1,4 @@
-"""What large bodies took goes back to the system."""
+"""Memory of large bodies goes back to the system."""
 
 from __future__ import annotations
 

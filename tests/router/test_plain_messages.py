@@ -1,4 +1,4 @@
-"""What the router says when it cannot start, when it ends, and when a worker does not answer."""
+"""The router's messages when it cannot start, when it ends, and when a worker does not answer."""
 
 from __future__ import annotations
 

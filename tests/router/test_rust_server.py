@@ -237,7 +237,7 @@ async def test_an_engine_that_comes_back_on_other_nodes_is_followed_there(tmp_pa
 def test_each_node_counts_its_ports_from_the_first(
     ranks: int, nodes: int, places: list[str]
 ) -> None:
-    """As ``RustServer.launch`` does (``srt/rust_server/server.py``)."""
+    """``RustServer.launch`` counts the same way (``srt/rust_server/server.py``)."""
     hosts = tuple(f"n{node}" for node in range(1, nodes))
     info = WorkerInfo(dp_size=ranks, nodes=nodes, rust_server=True, node_hosts=hosts)
     found = [server_url("http://p:30", info, rank) for rank in range(ranks)]

@@ -40,7 +40,7 @@ class Probe:
     prefill: Behaviour | None = None
     kill_decode: bool = False
     compare: Callable[[Any], Any] = lambda body: body
-    """What of the body must be equal."""
+    """Parts of the body that must be equal."""
     raw: bytes | None = None
     """Sent as it is instead of ``body``."""
     headers: dict[str, str] = field(default_factory=dict)
@@ -92,7 +92,7 @@ def events(body: Any) -> Any:
 
 
 def worker_fields(body: Any) -> Any:
-    """Of the prefill worker: the stock fields with their values, without ids and addresses."""
+    """Return the prefill worker's stock fields with their values, without ids and addresses."""
     (worker,) = (w for w in body["workers"] if w["worker_type"] == "prefill")
     names = ("model_id", "priority", "cost", "worker_type", "is_healthy", "load")
     more = ("connection_mode", "bootstrap_port", "metadata", "disable_health_check")
@@ -108,7 +108,8 @@ def router_fields(body: Any) -> Any:
 
 
 def words(text: str) -> Any:
-    """What an error of the control plane says, up to where Rust and Python word it differently."""
+    """Return a comparison of a control-plane error's first words: Rust and Python word the rest
+    differently."""
     return lambda body: body["error"].startswith(text)
 
 

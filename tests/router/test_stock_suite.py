@@ -1,4 +1,4 @@
-"""What ``sglang_router``'s own integration tests ask of it, asked of this router in PD form.
+"""The checks of ``sglang_router``'s own integration tests, asked of this router in PD form.
 
 Read in SGLang's ``sgl-router/py_test/integration`` and
 ``sgl-model-gateway/py_test/integration_mock``. Those whose subject has tests of its own here (TLS,

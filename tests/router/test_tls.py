@@ -25,7 +25,7 @@ from tools.stand_ins.mock_engine import MockEngine, Rooms
 
 
 def test_both_sides_over_tls_with_uvloop(certificate: tuple[Path, Path]) -> None:
-    """As the router runs: its transports are other objects than asyncio's."""
+    """The router runs on uvloop: its transports are other objects than asyncio's."""
     uvloop.run(over_tls(certificate))
 
 
@@ -87,7 +87,7 @@ async def over_tls(certificate: tuple[Path, Path]) -> None:
 
 
 def test_silent_connections_before_tls_lock_nobody_out(certificate: tuple[Path, Path]) -> None:
-    """As the router runs, and with asyncio's own loop."""
+    """It holds on uvloop, which the router runs on, and on asyncio's own loop."""
     for factory in (uvloop.new_event_loop, asyncio.new_event_loop):
         with asyncio.Runner(loop_factory=factory) as runner:
             runner.run(silent_before_tls(certificate))

@@ -116,7 +116,7 @@ class PrefillEngine:
         return done, messages
 
     def message(self, index: int, kind: Kind) -> EndForward:
-        """What one rank says now."""
+        """Return one rank's present report."""
         rank = self.ranks[index]
         rids, rank.unreported = rank.unreported, []
         seq, rank.seq = rank.seq, rank.seq + 1
@@ -174,7 +174,7 @@ class DecodeEngine:
             rank.pop(rid, None)
 
     def message(self, index: int) -> EndForward:
-        """What one rank says now."""
+        """Return one rank's present report."""
         rids, self.unreported[index] = self.unreported[index], []
         seq, self.seq[index] = self.seq[index], self.seq[index] + 1
         return EndForward(

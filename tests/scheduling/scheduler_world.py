@@ -1,5 +1,6 @@
-"""What :mod:`test_stateful` drives: a scheduler, ground-truth engines (:mod:`model_engine`), and a
-network that loses, repeats and delays messages. Every command is checked as it comes."""
+"""The world that :mod:`test_stateful` drives: a scheduler, ground-truth engines
+(:mod:`model_engine`), and a network that loses, repeats and delays messages. Every command is
+checked as it comes."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from sglang_sbs.scheduling import (
 from sglang_sbs.wire import EndForward
 
 MOST_REQUESTS = {"p1": 3}
-"""Of a rank in one pass."""
+"""Most requests of a rank in one pass."""
 PREFILLS = {"p0": (1, 1000), "p1": (2, 500), "p2": (3, 800)}
 """dp_size and chunk_tokens; all different on purpose."""
 DECODES = {"d0": (2, 6000), "d1": (3, 4000)}
@@ -43,7 +44,7 @@ PAGE = 50
 
 @dataclass
 class Known:
-    """What the test knows of one request."""
+    """The test's knowledge of one request."""
 
     rid: str
     tokens: int
@@ -71,7 +72,8 @@ class World:
     received_kinds: ClassVar[tuple[str, ...]] = ("launch", "forward", "idle", "heartbeat")
     """Kinds of messages that ever arrive; none: engines without the plugin."""
     prefix_source: ClassVar[PrefixSource] = "off"
-    """With anything else prompts share prefixes, and ranks say what they have cached."""
+    """Source of prefixes; unless it is off, prompts share prefixes, and ranks report their
+    caches."""
 
     def __init__(self) -> None:
         super().__init__()

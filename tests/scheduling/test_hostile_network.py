@@ -260,8 +260,8 @@ def test_a_pause_of_the_engine_is_not_taken_for_a_late_batch(
 
 
 def learned_leads_s(pause_s: float, duration_s: float) -> list[float]:
-    """Of a router that starts, in front of engines that pause between passes: the lead over L_net,
-    whenever something happens after the first second."""
+    """Return by how much the lead exceeds L_net whenever something happens after the first second,
+    for a router that starts in front of engines that pause between passes."""
     over_s: list[float] = []
 
     def look(scheduler: Scheduler, now_s: float) -> None:
@@ -286,7 +286,7 @@ def test_a_router_that_starts_does_not_take_pauses_of_the_engines_for_its_own_la
 
 
 def test_a_batch_leaves_for_the_launch_and_not_for_the_end_of_the_pass_before():
-    """What is there when the engine forms the next batch is early enough."""
+    """A request that is there when the engine forms the next batch is early enough."""
     instance, _ = running()
     instance.pause.mean_s = 0.06
     end_s = instance.passes[-1].end_s

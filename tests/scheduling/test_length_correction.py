@@ -27,7 +27,7 @@ class CountingCluster:
             self._end(rid)
 
     def believed(self, tokens: int = 1000, **more) -> int:
-        """What the scheduler takes a new request to be."""
+        """Return the length that the scheduler assumes for a new request."""
         rid, _ = self._arrive(tokens, **more)
         found = self.it.scheduler._requests[rid].prompt_tokens
         self._end(rid)

@@ -1,4 +1,4 @@
-"""What the scheduler keeps of requests that are over, under every policy."""
+"""The scheduler's memory of requests that are over, under every policy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from sglang_sbs.scheduling.request import Request
 
 FINISHED = 600
 MOST_ENTRIES = 150
-"""Of one container: the window of forward times, spare entries of the queue's heaps."""
+"""Most entries of one container: the window of forward times, spare entries of the queue's
+heaps."""
 
 
 def containers(of: Any, path: str, seen: set[int]) -> Iterator[tuple[str, int]]:

@@ -111,7 +111,7 @@ def test_every_rank_s_end_counts_whatever_its_number() -> None:
 
 
 def test_a_pass_of_one_rank_is_as_long_as_its_own_tokens_say() -> None:
-    """What the rank says of others, as engines that gather do, is not of this pass."""
+    """The rank's report about others, as engines that gather do, is not of this pass."""
     scheduler = scheduler_with(up(dp_size=2))
     fields = {"forward_id": 1, "extend_tokens": 400, "tokens_per_rank": [400, 1000]}
     scheduler.handle(says(0, dp_size=2, kind="launch", **fields), 1.0)

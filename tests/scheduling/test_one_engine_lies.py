@@ -200,7 +200,7 @@ class Cluster:
             self.say([decode.message(rank) for rank in range(DP)])
 
     def poll(self) -> None:
-        """As the monitor does: while something of ours is there, and no report comes."""
+        """Poll like the monitor: while something of ours is there, and no report comes."""
         busy = {
             name
             for rid, command in self.left.items()

@@ -1,4 +1,5 @@
-"""With the last instance of a role gone requests wait for a while, and each of them ends once."""
+"""Requests wait for a while when the last instance of a role is gone, and each of them ends
+once."""
 
 from __future__ import annotations
 

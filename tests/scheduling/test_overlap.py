@@ -17,7 +17,8 @@ from sglang_sbs.scheduling.prefill.passes import Pass
 
 
 def second_batch(overlap: bool, waiting: list[int]) -> set[str]:
-    """What leaves with ``w0``, the oldest of those that wait for the pass behind the first one."""
+    """Return the requests that leave with ``w0``, the oldest of those that wait for the pass behind
+    the first one."""
     it = Driver(policy="sbs", trigger="adaptive", max_hold_s=10.0)
     it.tell(InstanceUp(instance="d0", role="decode", dp_size=1))
     it.tell(InstanceUp(instance="p0", role="prefill", dp_size=1, chunk_tokens=1000))
@@ -52,7 +53,8 @@ def test_what_fits_whole_fills_the_hole_either_way(overlap: bool):
 
 
 def sent_before_the_end(overlap: bool, waiting: list[int], prefill: int = 1) -> list[str]:
-    """What has left by the predicted end of a pass of 0.3 s that runs on ``p0``, in order."""
+    """Return the requests that have left by the predicted end of a pass of 0.3 s that runs on
+    ``p0``, in order."""
     it = Driver(policy="sbs", trigger="adaptive", max_hold_s=10.0, t_default_s=0.3)
     it.tell(InstanceUp(instance="d0", role="decode", dp_size=1))
     for index in range(prefill):
@@ -83,7 +85,8 @@ def test_with_little_more_than_a_pass_waiting_the_choice_is_kept():
 
 @dataclass
 class Instance:
-    """What :func:`lookahead` asks of one, with passes of 0.3 s that end at these times."""
+    """The interface of an instance that :func:`lookahead` uses, with passes of 0.3 s that end at
+    these times."""
 
     ends_s: list[float]
     backlog_tokens: int = 0
@@ -144,7 +147,7 @@ def test_instances_that_lack_a_batch_for_the_next_pass(instance: Instance, wante
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_behind_a_long_prompt_a_batch_is_there_when_the_running_pass_ends(overlap: bool):
-    """With the next chunk queued on the device, the pass behind it is formed as soon as that one
+    """While a chunk is queued on the device, the pass behind it is formed as soon as that chunk
     starts. A moment before the queued one ends is a pass too late."""
     it = Driver(policy="sbs", trigger="adaptive", max_hold_s=10.0, t_default_s=0.3)
     it.tell(InstanceUp(instance="d0", role="decode", dp_size=1))

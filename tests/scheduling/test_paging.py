@@ -94,7 +94,7 @@ def test_a_hole_of_less_than_a_page_is_not_filled():
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("page", [1, 16, 64])
 def test_c_avail_is_what_the_engine_can_still_take(page: int, seed: int):
-    """At every message, with requests in flight, queued and cut."""
+    """It holds at every message, with requests in flight, queued and cut."""
     rng = random.Random(seed)
     books, engine = instance(page), PrefillEngine("p0", DP, CHUNK, page)
     now_s = 10.0

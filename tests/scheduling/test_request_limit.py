@@ -35,7 +35,7 @@ def instance(most: int = MOST) -> PrefillInstance:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_places_are_what_the_next_pass_of_the_engine_still_takes(seed: int):
-    """At every message, with requests in flight, queued and cut."""
+    """It holds at every message, with requests in flight, queued and cut."""
     rng = random.Random(seed)
     books, engine = instance(), PrefillEngine("p0", DP, CHUNK, most_requests=MOST)
     now_s = 10.0
@@ -190,7 +190,8 @@ def test_a_queue_that_cannot_be_is_believed_of_so_many_passes():
 
 
 def test_short_prompts_wait_less_than_with_the_best_policy_that_holds_none():
-    """Who knows no limit sends whole chunks of them, which take several passes each."""
+    """A policy that ignores the limit sends whole chunks of them, which take several passes
+    each."""
     spec = {"prefill_max_requests": 4, "overlap": True, "prefill_instances": 2, "dp_size": 2}
     sbs, eta = (
         run_job(Job("uniform:100-300", policy, 0.8, 1, 24.0, "mixed", spec))

@@ -38,7 +38,7 @@ from sglang_sbs.scheduling import (
 
 
 class SchedulerMachine(World, RuleBasedStateMachine):
-    """What may happen, and what must be true after each of it."""
+    """Possible events, and properties that hold after each of them."""
 
     # Rules --------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""What happened to a request, from the events alone."""
+"""The timeline of a request, from the events alone."""
 
 from __future__ import annotations
 

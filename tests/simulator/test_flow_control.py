@@ -47,7 +47,7 @@ def served(
     ],
 )
 def test_a_burst_that_is_over_in_some_passes_is_refused_nothing(trigger, instances, passes):
-    """With the router's defaults."""
+    """This holds for the router's defaults."""
     outcome = served(burst(instances, passes), instances, trigger)
     assert {request.refused for request in outcome.requests} == {None}
 

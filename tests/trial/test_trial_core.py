@@ -121,7 +121,7 @@ def test_without_a_difference_it_ends_narrow_or_after_the_last_slot() -> None:
 
 
 def test_the_first_third_of_a_slot_does_not_count() -> None:
-    """What the other policy left behind is slow there, and changes nothing."""
+    """The other policy's leftovers are slow there, and change nothing."""
     rig = Rig(spec(slots=6), noisy())
     slots = rig.trial
     rig.ttft_s = lambda policy, rng: (

@@ -1,4 +1,4 @@
-"""What ``huggingface_hub`` asks of Hugging Face, answered on loopback from folders."""
+"""A stand-in for Hugging Face that answers ``huggingface_hub`` on loopback from folders."""
 
 from __future__ import annotations
 

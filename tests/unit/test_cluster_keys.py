@@ -26,7 +26,7 @@ def plan(**options: Any) -> ClusterPlan:
 
 
 def router_of(planned: ClusterPlan, monkeypatch: pytest.MonkeyPatch) -> RouterOptions:
-    """What the planned router reads from its command line and environment."""
+    """Return the planned router's options from its command line and environment."""
     assert planned.router is not None
     for name, text in planned.router.environment.items():
         monkeypatch.setenv(name, text)

@@ -1,4 +1,4 @@
-"""What processes a cluster is planned as, and which options are refused."""
+"""The processes that a cluster is planned as, and the refused options."""
 
 from __future__ import annotations
 

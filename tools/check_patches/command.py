@@ -234,7 +234,7 @@ def download(package: str, version: str, cache: Path) -> Path:
 
 
 def checksums(site: Path) -> dict[str, str]:
-    """Of every file but bytecode, by path."""
+    """Return the checksum of every file but bytecode, by path."""
     return {
         str(path.relative_to(site)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(site.rglob("*"))
@@ -267,7 +267,7 @@ def _was_called(what: str, answer: dict[str, Any]) -> bool:
 
 
 def _problems(what: str, answer: dict[str, Any]) -> list[str]:
-    """What is not as it should be with the patch."""
+    """Return the differences between a probe's answer and the wanted one."""
     if what == "router":
         wanted: dict[str, Any] = {"exit_code": 7, "stock_policy": "random"}
         return _differences(what, answer, wanted) + (

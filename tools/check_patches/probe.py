@@ -1,4 +1,4 @@
-"""What a patched release does: its own code, driven a few turns, with stand-ins around it.
+"""Drives the code of a patched release for a few turns, with stand-ins around it.
 
 ``python -m tools.check_patches.probe SITE main|prefill|decode|router`` prints one JSON object. Owns
 the script of each turn and the fakes below SGLang's scheduler. Must not know patches: on an
@@ -278,7 +278,7 @@ def _only(scheduler: Any, role: str) -> Any:
 
 
 class _Queue:
-    """Of requests between the two halves; ``wrap``: as decode keeps them."""
+    """A queue of requests between the two halves; ``wrap``: as decode keeps them."""
 
     def __init__(self, *, wrap: bool = False) -> None:
         self.queue: list[Any] = []

@@ -34,7 +34,8 @@ class CpuEngines:
 
     @classmethod
     def from_flag(cls, virtual_gpu: str | None) -> CpuEngines:
-        """What ``--virtual-gpu JSON`` says, None: without it. Raises: ValueError."""
+        """Return engines with the cost in ``--virtual-gpu JSON``; None: without it. Raises:
+        ValueError."""
         return cls(None if virtual_gpu is None else VirtualGpuCost.from_json(virtual_gpu))
 
     def environment(self, processes: int, inherited: Mapping[str, str]) -> dict[str, str]:

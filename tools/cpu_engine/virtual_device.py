@@ -96,7 +96,7 @@ def install(cost: VirtualGpuCost) -> None:
 def virtual_forward(
     _forward: Callable[..., Any], worker: Any, batch: Any, *_args: Any, **_kwargs: Any
 ) -> Any:
-    """In place of `TpModelWorker.forward_batch_generation`: tokens without a model.
+    """Return tokens without a model, in place of `TpModelWorker.forward_batch_generation`.
 
     The next token is a function of the request's length alone, from the third quarter of the
     vocabulary, where no tokenizer keeps its special tokens.

@@ -54,4 +54,4 @@ class NothingToFetch:
         """After them."""
 
     def cleanup(self) -> None:
-        """At the end of the process."""
+        """Clean up at the end of the process."""

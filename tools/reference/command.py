@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def outdated(names: Sequence[str]) -> dict[str, str]:
-    """What pages should say that say something else, by name."""
+    """Return the present text of outdated pages, by name."""
     made = {name: PAGES[name]() for name in names}
     return {
         name: text

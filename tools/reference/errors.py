@@ -73,7 +73,7 @@ def _of_module(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def _texts(node: ast.expr, module: str) -> list[str]:
-    """What an expression can be, as text; nothing if a request decides."""
+    """Return the possible values of an expression as text; nothing if a request decides."""
     if isinstance(node, ast.Constant):
         return [str(node.value)]
     if isinstance(node, ast.Name):

@@ -139,7 +139,8 @@ _LOCAL = (
 
 @cache
 def endpoints() -> dict[str, Endpoint]:
-    """Those of a router, by method and path. Raises: ValueError, one is not described here."""
+    """Return the endpoints of a router, by method and path. Raises: ValueError, one is not
+    described here."""
     found = [name for name in asyncio.run(_routes()) if not _ASSETS.fullmatch(name)]
     refused = {_plain_path(path) for path in _NOT_IMPLEMENTED}
     served = [name for name in found if name.partition(" ")[2] not in refused or name in ENDPOINTS]

@@ -1,4 +1,5 @@
-"""What the makers of reference pages share: tables, and what is kept of a page."""
+"""Helpers that the makers of reference pages share: tables, and the parts of a page that are
+kept."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def kept(page: str, column: int, keys: int = 1) -> dict[tuple[str, ...], str]:
-    """What a page's tables say in ``column``, by their first ``keys`` cells. What is not in the
-    code is written there by hand."""
+    """Return the cells of ``column`` in a page's tables, by their first ``keys`` cells. What is not
+    in the code is written there by hand."""
     path = DOCS / page
     found: dict[tuple[str, ...], str] = {}
     for line in path.read_text().splitlines() if path.exists() else ():

@@ -1,4 +1,4 @@
-"""What MkDocs does not do by itself for this repository: a hook of ``mkdocs.yml``.
+"""The steps that MkDocs lacks for this repository: a hook of ``mkdocs.yml``.
 
 The pages stay where GitHub shows them, and so do their links. Pages outside ``docs/`` become pages
 of the site. Links to files that are not pages lead to the repository at ``SGLANG_SBS_REPOSITORY``
@@ -38,7 +38,7 @@ _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 _FENCE = re.compile(r"^\s*(`{3,}|~{3,})")
 _ITEM = re.compile(r"( *)([-*+]|\d{1,9}[.)])( +)(?=\S)")
 _INDENT = 4
-"""What Python-Markdown wants for each level of a list; GitHub takes the width of the marker."""
+"""Spaces for each level of a list in Python-Markdown; GitHub takes the width of the marker."""
 _LAB_BOOST = 0.3
 """How much a page of the laboratory counts in the search, beside a guide's 1."""
 

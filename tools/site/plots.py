@@ -394,7 +394,7 @@ def draw(name: str, folder: Path) -> Path:
 
 
 def figures_in(path: Path) -> Data:
-    """What a picture shows."""
+    """Return the figures of a picture."""
     from PIL import Image
 
     with Image.open(path) as picture:

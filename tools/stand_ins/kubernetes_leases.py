@@ -44,7 +44,7 @@ class FakeLeases:
             app.router.add_route(method, f"{path}/{{name}}", self._handled)
 
     def annotate(self, namespace: str, name: str, **annotations: str) -> None:
-        """As a person would with kubectl: a new version, the same record."""
+        """Annotate a lease like a person with kubectl: a new version, the same record."""
         lease = self.kept[namespace, name]
         lease["metadata"].setdefault("annotations", {}).update(annotations)
         lease["metadata"]["resourceVersion"] = str(self.next_version())

@@ -32,7 +32,7 @@ def pod(
     created: str = "2026-01-01T00:00:00Z",
     namespace: str = "llm",
 ) -> Pod:
-    """As the API shows it."""
+    """Return a pod in the API's form."""
     return {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -240,7 +240,7 @@ class FakeKubernetes:
 
 
 def _shown(kind: str, matched: bool, matches: bool) -> str:
-    """What a filtered watch makes of a change: a pod that matches no more is a deleted one."""
+    """Return a filtered watch's form of a change: a pod that matches no more is a deleted one."""
     if kind == "DELETED":
         return "DELETED" if matched else ""
     if matches:

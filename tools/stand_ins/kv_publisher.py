@@ -60,7 +60,7 @@ class KvPublisher:
         self._answer()
 
     def stop(self) -> None:
-        """As when the process dies."""
+        """Stop like a process that dies."""
         asyncio.get_running_loop().remove_reader(self._fd)
         self._publisher.close(0)
         self._replay.close(0)

@@ -1,5 +1,5 @@
-"""What a scripted engine answers: SGLang's JSON of ``/generate``, of OpenAI's three endpoints and
-of Anthropic's ``/v1/messages``.
+"""Answers of a scripted engine: SGLang's JSON of ``/generate``, of OpenAI's three endpoints and of
+Anthropic's ``/v1/messages``.
 
 Output tokens read t1, t2, …, those of a prompt p0, p1, …
 """
@@ -15,7 +15,7 @@ _RESPONSE_ENDS: dict[EngineRole, str] = {"prefill": "incomplete", "decode": "com
 
 
 def frame(record: RecordedRequest) -> dict[str, Any]:
-    """What OpenAI's answers and events have in common."""
+    """Return the common part of OpenAI's answers and events."""
     chat = record.path.endswith("chat/completions")
     kind = "chat.completion" if chat else "text_completion"
     return {"id": record.rid, "object": kind, "created": 1, "model": "mock"}

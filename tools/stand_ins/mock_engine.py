@@ -88,11 +88,11 @@ class MockEngine:
         self.ready_status = 200
         self.has_ready = True
         self.metrics_page = ""
-        """Of ``GET /metrics``; 404 without, as an engine without ``--enable-metrics``."""
+        """Text of ``GET /metrics``; 404 without, as an engine without ``--enable-metrics``."""
         self.raw_answers: dict[str, bytes] = {}
-        """By path: these very bytes instead of an answer, then the connection ends."""
+        """Bytes by path that are sent instead of an answer; then the connection ends."""
         self.tokenize: Callable[[dict[str, Any]], list[Any] | None] | None = None
-        """What ``POST /tokenize`` makes of a body (``None``: 400); 404 without."""
+        """Result of ``POST /tokenize`` for a body (``None``: 400); 404 without."""
         self.port = 0
         self._tls: ssl.SSLContext | None = None
         self._rooms = rooms
@@ -101,7 +101,7 @@ class MockEngine:
         self._running.set()
         self._server_info = server_info or {}
         self.max_model_len: Any = 32_774
-        """In ``GET /v1/models``; ``None``: it has no such endpoint."""
+        """Value in ``GET /v1/models``; ``None``: there is no such endpoint."""
         self._sbs_block = sbs_block
         self._runner: web.AppRunner | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
@@ -163,7 +163,7 @@ class MockEngine:
         await self.start(port)
 
     def freeze(self) -> None:
-        """As a process that was stopped (SIGSTOP): it takes connections and says nothing."""
+        """Behave like a process that was stopped (SIGSTOP): take connections and send nothing."""
         self._running.clear()
 
     def thaw(self) -> None:
@@ -423,7 +423,7 @@ class MockEngine:
         return mock_http.as_json(info | self.server_info_of(port_of(request)) | self._server_info)
 
     def server_info_of(self, _port: int) -> dict[str, Any]:
-        """What only the server at that port says."""
+        """Return the fields that only the server at that port reports."""
         return {}
 
     async def _get_models(self, request: web.Request) -> web.StreamResponse:
@@ -456,7 +456,7 @@ class MockEngine:
         return mock_http.as_json({"loads": loads, "version": "0.5.23"})
 
     def loads_of(self, _port: int) -> list[dict[str, Any]]:
-        """What the server at that port says of its DP ranks."""
+        """Return the report of the server at that port about its DP ranks."""
         return [
             {
                 "dp_rank": rank,
@@ -471,7 +471,7 @@ class MockEngine:
 
 
 def port_of(request: web.Request) -> int:
-    """Of the socket that a request came in by; 0 if it is closed already.
+    """Return the port of the socket that a request came in by; 0 if it is closed already.
 
     On node k, which is 127.0.0.(1 + k), it counts as k more: there is one rank on each.
     """

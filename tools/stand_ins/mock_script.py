@@ -21,11 +21,11 @@ Fault = Literal[
 
 @dataclass(frozen=True)
 class Behaviour:
-    """What an engine does with one request."""
+    """The way in which an engine handles one request."""
 
     status: int = 200
     message: str = ""
-    """Of the error body, for a status other than 200 or a ``stream_error``."""
+    """Message of the error body, for a status other than 200 or a ``stream_error``."""
     fault: Fault | None = None
     tokens: int = 3
     """Output tokens, one stream event each. Faults mid body strike after the first."""
@@ -36,7 +36,7 @@ class Behaviour:
     garbage: bytes | None = None
     """Status 200, then these bytes instead of an answer."""
     garbage_tail: bytes | None = None
-    """Of a stream: these bytes after its first token, then a clean end of the body."""
+    """Bytes after the first token of a stream, then a clean end of the body."""
     kv_sent: bool = False
     """A failure strikes only after the KV cache went from prefill to decode."""
     prompt_tokens: int = 7
@@ -58,7 +58,7 @@ class RecordedRequest:
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
     disconnected: asyncio.Event = field(default_factory=asyncio.Event)
     rid: str = ""
-    """As sent, else made up here, as SGLang does."""
+    """Request id as sent, else made up here, as SGLang does."""
 
     def __post_init__(self) -> None:
         given = self.body.get("rid")

@@ -63,7 +63,7 @@ class Standing:
 
 
 class _Ports:
-    """Of one host, in order."""
+    """Hands out the ports of one host in order."""
 
     def __init__(self, host: str, first: int) -> None:
         self.host = host

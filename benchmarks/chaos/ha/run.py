@@ -23,7 +23,7 @@ PATIENCE_S = 30.0
 
 
 class HaResult(msgspec.Struct, frozen=True):
-    """What clients saw of one fault; times in seconds."""
+    """The effect of one fault on clients; times in seconds."""
 
     fault: str
     requests: int
@@ -42,7 +42,7 @@ class HaResult(msgspec.Struct, frozen=True):
     recovery_s: float | None
     """From the fault until requests were served as before."""
     left_over: dict[str, int]
-    """What the books still held when all clients had gone."""
+    """Counts that the books still held when all clients had gone."""
     notes: list[str]
     passed: bool
 

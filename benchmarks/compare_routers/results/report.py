@@ -33,7 +33,8 @@ _IN_JSON = (
 
 
 def summary(header: Header, rows: Sequence[Row]) -> dict[str, Any]:
-    """What ``--json`` writes. Ratios are ours over the best peer; ``null`` where not measured.
+    """Return the content of ``--json``. Ratios are ours over the best peer; ``null`` where not
+    measured.
 
     ``failed_requests`` are those of SBS; the peers' are beside them.
     """

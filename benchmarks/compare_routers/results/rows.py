@@ -16,7 +16,7 @@ from benchmarks.demo.passes import PassStatistics
 
 _T = TypeVar("_T")
 NOT_RUN = "not run, since a run before it gave no figures"
-"""Of a row without figures: nobody tried."""
+"""The error of a row that was skipped."""
 
 
 class Key(msgspec.Struct, frozen=True, order=True):
@@ -33,7 +33,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     begun: str = ""
     """UTC, ISO 8601."""
     revision: str = ""
-    """Of the code, where that is a git checkout."""
+    """Revision of the code, where that is a git checkout."""
     qps: float = 0.0
     """Requests per second of the load."""
     wall_s: float = 0.0
@@ -48,7 +48,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     cpu_ms_per_request: float = 0.0
     """CPU time of the router's processes during the load."""
     tokens_per_s: float = 0.0
-    """Of the prompts and answers of the load, per prefill instance."""
+    """Tokens of prompts and answers per second of the load and prefill instance."""
     warm_up_failed: int = 0
     """Requests before the load that were not answered as asked, those of a first attempt too."""
     answers: Answers | None = None
@@ -83,7 +83,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, Any]
-    """What changes a figure; a file is continued only with the same."""
+    """Settings that change a figure; a file is continued only with the same ones."""
     machine: dict[str, Any]
     begun: str
     """UTC, ISO 8601."""
@@ -160,5 +160,5 @@ def _with_nan(value: Any) -> Any:
 
 
 def figures(rows: Iterable[Row]) -> list[Row]:
-    """Those that have figures; of a run that was made again the last."""
+    """Return the rows with figures, one per key: the last, where a run was made again."""
     return list({row.key: row for row in rows if row.answers is not None}.values())

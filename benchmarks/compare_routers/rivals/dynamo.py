@@ -32,7 +32,7 @@ from tokenizers import Tokenizer
 _PREFILL, _DECODE = "prefill", "decode"
 _ROOMS = 2**30
 _ON_DECODE = {"overlap_score_credit": 0.0, "assume_kv_reuse": False, "track_prefill_tokens": False}
-"""What Dynamo's frontend asks of its decode router: load alone."""
+"""Options that Dynamo's frontend gives its decode router: load alone."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,9 +46,10 @@ _RECONNECT_S = 2.5
 """Engines look every 2 s at most for a router that was away, as ours is between two of its runs."""
 _LISTEN_STEP_S = 0.25
 _WARM_UP_TIMEOUT_S, _WARM_UP_SHARE = 20.0, 1 / 3
-"""Of a request of the warm-up, at least, and of the time a request has otherwise."""
+"""Least time of a request of the warm-up in seconds, and its share of the time of other
+requests."""
 _MOST_FAILED_SHARE = 0.25
-"""Of the warm-up; a contender that fails more is not measured."""
+"""Largest share of failed requests in the warm-up; a contender that fails more is not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,8 @@ class Setting:
     timeout_s: float
     log_dir: Path
     salt: str
-    """Of the prompts' words: engines that ran a comparison before must not have them cached."""
+    """Seed of the prompts' words: engines that ran a comparison before must not have them
+    cached."""
     endforward_host: str = "127.0.0.1"
     """Where a router of ours listens to the engines: all addresses if they may be elsewhere."""
     key_file: Path | None = None
@@ -250,7 +252,7 @@ async def _stalled_s(contender: Contender, engines: Engines) -> float:
 
 
 def _urls(engines: Engines) -> dict[str, str]:
-    """By short name."""
+    """Return the engines' URLs by short name."""
     prefill = {f"p{number}": url for number, (url, _port) in enumerate(engines.prefill)}
     return prefill | {f"d{number}": url for number, url in enumerate(engines.decode)}
 
@@ -284,7 +286,7 @@ async def _running(
 
 
 def _own_flags(key: Key, endforward_port: int, setting: Setting) -> list[str]:
-    """What a router of ours gets beside the flags of its contender."""
+    """Return the flags that a router of ours gets beside those of its contender."""
     argv = ["--sbs-endforward-bind", f"tcp://{setting.endforward_host}:{endforward_port}"]
     if setting.key_file is not None:
         argv += ["--sbs-endforward-key-file", str(setting.key_file)]

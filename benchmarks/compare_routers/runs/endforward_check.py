@@ -55,7 +55,7 @@ def _address(url: str) -> tuple[str, int] | None:
 
 
 def silent(received: Iterable[ReceivedMessage], names: Mapping[str, str]) -> list[str]:
-    """Who sent nothing: ``p1`` for a whole instance, ``p1/0`` for a rank.
+    """Return the engines that sent nothing: ``p1`` for a whole instance, ``p1/0`` for a rank.
 
     ``names``: ``boot_id`` -> ``p0``, ``d0``.
     """
@@ -76,7 +76,7 @@ def silent(received: Iterable[ReceivedMessage], names: Mapping[str, str]) -> lis
 
 
 def silent_prefill(received: Iterable[ReceivedMessage], names: Mapping[str, str]) -> list[str]:
-    """As :func:`silent`, of the instances whose passes are measured and scheduled."""
+    """Return the silent prefill instances and ranks, whose passes are measured and scheduled."""
     return [name for name in silent(received, names) if name.startswith("p")]
 
 

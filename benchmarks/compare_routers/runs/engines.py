@@ -25,12 +25,13 @@ from tools.cpu_engine.virtual_gpu import VirtualGpuCost
 H800_CHUNK_TOKENS = 3072
 """Per DP rank, of the deployment that the named costs are of (the paper's chunk of 3K)."""
 PASS_S = 0.61
-"""Of a full chunk here: long enough that CPU work between passes is a few percent on two cores."""
+"""Time of a full chunk here: long enough that CPU work between passes is a few percent on two
+cores."""
 _DECODE_STEP_S = 0.02
 _DECODE_REQUEST_S = 2e-4
 """A decode step and what each request of the fullest rank adds, beside passes of ``PASS_S``."""
 _MIX_REQUESTS = 2000
-"""Whose mean is taken for what a token brings of pairs and requests."""
+"""Number of requests whose mean gives the attention pairs and requests per token."""
 _TIMEOUT = aiohttp.ClientTimeout(total=10)
 
 

@@ -29,7 +29,7 @@ def revision(package: Path = PACKAGE) -> str:
 
 
 def _git(folder: Path, *words: str) -> str:
-    """What it prints; nothing where there is no git or no checkout."""
+    """Return Git's output; nothing where there is no Git or no checkout."""
     try:
         done = subprocess.run(
             ["git", "-C", str(folder), *words], capture_output=True, timeout=_TIMEOUT_S, check=True

@@ -9,7 +9,7 @@ from benchmarks.hostile.case import CASES, Case
 
 
 def all_cases() -> dict[str, Case]:
-    """Those of every module here, by name."""
+    """Return the cases of every module here, by name."""
     for module in sorted(pkgutil.iter_modules(__path__), key=lambda found: found.name):
         importlib.import_module(f"{__name__}.{module.name}")
     return CASES

@@ -1,4 +1,4 @@
-"""What an engine, or who speaks for one, does to a router."""
+"""Attacks on a router by an engine, or by a process that speaks for one."""
 
 from __future__ import annotations
 

@@ -23,7 +23,8 @@ KEYS = ("--control-plane-api-keys", "ops:Operations:admin:adm:1", "ro:Read only:
 
 
 def bearer(key: str | None) -> dict[str, str]:
-    """As the HTTP layers give them: any case, or lower case."""
+    """Return headers with the key; the HTTP layers give their names in any case, or in lower
+    case."""
     return {} if key is None else {"authorization": f"Bearer {key}"}
 
 

@@ -21,7 +21,7 @@ A, B = "http://10.0.0.1:1", "http://10.0.0.2:1"
 
 
 def real_page(value: float) -> str:
-    """As prometheus_client writes it."""
+    """Return a page in prometheus_client's own format."""
     registry = CollectorRegistry()
     gauge = Gauge("sglang:running", 'Text with "quotes"\nand \\ lines', ["who"], registry=registry)
     gauge.labels('odd "} , {x="\n\\').set(value)

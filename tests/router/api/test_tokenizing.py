@@ -94,7 +94,7 @@ def test_many_ids_become_text_in_parts(skip: bool, monkeypatch: pytest.MonkeyPat
     assert most <= 32 < len(ids) // 10
 
     class Strips(Watched):
-        """As decoders that strip the first space: no place to part the ids."""
+        """Strips the first space like some decoders: there is no place to part the ids."""
 
         def decode_batch(self, lists: list[list[int]], **more: Any) -> list[str]:
             return [text[1:] for text in super().decode_batch(lists, **more)]

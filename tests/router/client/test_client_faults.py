@@ -1,4 +1,4 @@
-"""What clients get wrong is a 4xx and one line of the log, never a 500 or a traceback."""
+"""Clients' mistakes are a 4xx and one line of the log, never a 500 or a traceback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What clients could keep for ever: decode slots, bodies that stall, connections, dashboards."""
+"""Resources that clients could keep for ever: decode slots, bodies that stall, connections,
+dashboards."""
 
 from __future__ import annotations
 

@@ -112,7 +112,8 @@ async def test_routing_internals_of_clients_never_reach_an_engine(seed: int) -> 
 
 
 async def raw_exchange(port: int, data: bytes, patience_s: float = 20.0) -> bytes:
-    """What the router answers to these bytes until it closes or patience ends; then we are gone."""
+    """Return the router's answer to these bytes until it closes or patience ends; then we are
+    gone."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     answer = bytearray()
     try:

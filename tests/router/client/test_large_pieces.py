@@ -123,7 +123,8 @@ def test_a_long_piece_of_a_stream_is_not_copied() -> None:
 
 
 def test_a_long_member_is_copied_in_pieces() -> None:
-    """In one piece it would keep the interpreter, and so the event loop, from everybody else."""
+    """A copy in one piece would keep the interpreter, and so the event loop, from everybody
+    else."""
     raw = Raw(memoryview(bytearray(128 * MIB)))
     done = threading.Event()
     found: list[Any] = []

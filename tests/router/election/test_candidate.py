@@ -1,4 +1,4 @@
-"""Who leads, decided without a store or a clock: times and answers go in."""
+"""The election of a leader, decided without a store or a clock: times and answers go in."""
 
 from __future__ import annotations
 
@@ -285,7 +285,7 @@ class Machine:
 
     candidate: Candidate
     clock_s: float
-    """What its clock shows when it is 0 elsewhere."""
+    """Reading of its clock when others show 0."""
     way: str = "good"
     until_s: float = 0.0
 
@@ -311,7 +311,7 @@ class Machine:
 
 
 def course(seed: int, seconds: float = 120.0) -> list[tuple[int, int]]:
-    """Who led in which term, in this order. Raises: AssertionError, two at once."""
+    """Return the leaders with their terms, in this order. Raises: AssertionError, two at once."""
     chance = random.Random(seed)
     store, led = ModelStore(), list[tuple[int, int]]()
     machines = [

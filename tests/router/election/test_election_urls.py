@@ -1,4 +1,4 @@
-"""What `--sbs-election` takes, and what it says to the rest."""
+"""Accepted values of `--sbs-election`, and the refusals of others."""
 
 from __future__ import annotations
 

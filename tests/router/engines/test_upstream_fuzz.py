@@ -20,7 +20,7 @@ ORIGIN = "http://10.0.0.1:1"
 
 
 class FakeTransport:
-    """As much of a transport as a connection uses."""
+    """The part of a transport that a connection uses."""
 
     def __init__(self) -> None:
         self.closing = False

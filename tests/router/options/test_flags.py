@@ -51,7 +51,7 @@ STOCK_DEFAULTS = {
     "cb_timeout_duration_secs": 60,
     "disable_circuit_breaker": False,
 }
-"""Of sglang_router 0.3.2 (``RouterArgs``), for the flags honoured here."""
+"""Defaults of sglang_router 0.3.2 (``RouterArgs``), for the flags honoured here."""
 
 STOCK_FLAGS = """
     host port worker-urls policy prefill-policy decode-policy cache-threshold

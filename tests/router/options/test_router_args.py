@@ -43,7 +43,7 @@ MUCH = [
     *("--tls-cert-path", "/c.pem", "--tls-key-path", "/k.pem", "--ca-cert-paths", "/a", "/b"),
     *("--cache-threshold", "0.5", "--prefill-policy", "power_of_two", "--dp-aware"),
 ]
-"""As it might be given to ``sglang_router`` 0.3.2."""
+"""A long command line in the form that ``sglang_router`` 0.3.2 takes."""
 
 
 def plain(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Who leads in a fixed order, by what each sees of the others; no clock and no socket here."""
+"""The leader in a fixed order, by what each sees of the others; no clock and no socket here."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class FakeProcess:
 
 
 class System:
-    """What the supervisor asks of the system: processes, socket pairs and listening sockets."""
+    """The system interface of the supervisor: processes, socket pairs and listening sockets."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.no_process: list[Exception] = []

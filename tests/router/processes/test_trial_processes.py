@@ -16,7 +16,7 @@ from sglang_sbs.scheduling import SchedulerConfig
 
 HOME = SchedulerConfig(policy="least_tokens")
 BODY = json.dumps({"baseline": "round_robin", "slot": "1h", "seed": 0}).encode()
-"""With this seed the first slot is the baseline's."""
+"""A trial whose first slot is the baseline's with this seed."""
 
 
 async def ask(front_end: FrontEnd, do: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What may arrive at the scheduler's socket, and what may not."""
+"""Messages that may arrive at the scheduler's socket, and messages that may not."""
 
 from __future__ import annotations
 
@@ -121,7 +121,8 @@ def test_only_requests_events_may_be_sent_not_those_of_instances():
 
 
 def test_a_worker_is_described_in_the_words_of_every_release():
-    """What another release says of one is read, and the answer to it has the same names."""
+    """A worker's description by another release is read, and the answer to it has the same
+    names."""
     sent = {
         **{"url": "http://p0:1", "role": "prefill", "id": "x", "bootstrap_port": 8998},
         "info": {"dp_size": 2, "sbs": {"boot_id": "b"}, "captured_tokens": [1, 2], "later": 1},

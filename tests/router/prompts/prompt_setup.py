@@ -1,4 +1,4 @@
-"""What prompts are read with: texts, and engines as a test wants them."""
+"""Setup for reading prompts: texts, and engines as a test wants them."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def names(ids: list[int], page: int = 16, **namespace: str) -> list[int]:
 
 
 def engine_tokenize(tokenizer: ChatTokenizer, body: dict[str, Any]) -> list[Any] | None:
-    """As an engine with that tokenizer answers ``/tokenize``."""
+    """Answer ``/tokenize`` like an engine with that tokenizer."""
     if "messages" in body:
         return tokenizer.chat_ids(body).ids.tolist()
     return [tokenizer.text_ids(text).tolist() for text in body["prompt"]]
@@ -63,7 +63,7 @@ async def asked(system: Cluster, tokenize: Any, *, version: str = "0.5.23") -> N
 
 
 def bodies(system: Cluster) -> list[dict[str, Any]]:
-    """What the engines got, prefill and decode of each request."""
+    """Return the bodies that the engines got, prefill and decode of each request."""
     records = [*system.prefill[0].requests, *system.decode[0].requests]
     return [record.body for record in records]
 

@@ -64,7 +64,7 @@ def test_no_call_goes_through_more_than_a_window() -> None:
 
 
 def test_the_pattern_tries_no_token_twice() -> None:
-    """What tokens begin with in common is in the pattern once."""
+    """The common beginning of the tokens is in the pattern once."""
     tokens = [f"<|reserved_special_token_{number}|>" for number in range(255)]
     assert SpecialTokenCutter(tokens)._pattern.pattern.count("reserved") == 1
 

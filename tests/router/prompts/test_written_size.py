@@ -1,4 +1,4 @@
-"""What a template would make of a client's values is bounded before it is made."""
+"""The text that a template would make of a client's values is bounded before it is made."""
 
 from __future__ import annotations
 

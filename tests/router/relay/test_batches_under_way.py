@@ -18,7 +18,7 @@ from tools.stand_ins.mock_engine import Behaviour
 
 
 async def most_per_turn(c: Cluster, kind: type, until_there: int) -> int:
-    """Of events of a kind that came to the scheduler in one turn of the event loop."""
+    """Return the most events of a kind that came to the scheduler in one turn of the event loop."""
     most = before = len(c.scheduler.of(kind))
     while before < until_there:
         await asyncio.sleep(0)
@@ -101,7 +101,7 @@ async def test_every_unit_counts_towards_admission() -> None:
 
 
 async def test_a_batch_keeps_so_many_units_ahead_of_prefill(monkeypatch: Any) -> None:
-    """What decodes is not counted: a batch has all the decode ranks there are."""
+    """Decoding requests are not counted: a batch has all the decode ranks there are."""
     monkeypatch.setattr(relay, "MOST_AHEAD", 8)
     async with cluster() as c:
         c.prefill[0].gate.close()

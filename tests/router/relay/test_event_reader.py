@@ -183,7 +183,7 @@ def failed_event(usage: Any, message: str, fill: int = 0) -> bytes:
 
 @pytest.mark.parametrize("size", [7, 4096, 1 << 20])
 def test_a_response_is_held_back_until_its_first_output(size: int) -> None:
-    """What comes before repeats the request, however long that is."""
+    """The events before it repeat the request, however long that is."""
     reader = EventReader(ANSWER_KINDS["responses"], "decode:1", most_held=1 << 20)
 
     def feed(data: bytes) -> bytes:

@@ -32,7 +32,7 @@ CONFLICT = "bootstrap room conflict: follow_bootstrap_room expects another DP ra
 
 @dataclass(frozen=True)
 class Fault:
-    """What goes wrong in one leg, and what a client without retries gets."""
+    """A fault in one leg, and the result for a client without retries."""
 
     name: str
     status: int
@@ -45,7 +45,7 @@ class Fault:
     blamed: bool = True
     """It counts against the worker."""
     after_first_byte: bool = False
-    """In a decode stream it strikes after the first event."""
+    """True: in a decode stream it strikes after the first event."""
     padding: int = 0
     """Bytes added to the request."""
 

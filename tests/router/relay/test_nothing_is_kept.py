@@ -1,4 +1,4 @@
-"""What a request took is let go of with its answer, be it an error.
+"""A request's memory is released with its answer, even if that is an error.
 
 An error knows the frames it came through, and they what they worked on. Where one of them knows the
 error, too, all of it would wait for the garbage collector, which comes once in many thousand

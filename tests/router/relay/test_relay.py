@@ -334,7 +334,7 @@ async def test_echoed_logprobs_of_prefill_go_in_front_of_decodes(
 
 
 async def test_a_request_is_admitted_before_its_prompt_is_read() -> None:
-    """What gets a 429 costs no tokenization."""
+    """A request that gets a 429 costs no tokenization."""
     async with cluster("--max-concurrent-requests", "1", "--queue-size", "0") as c:
         c.prefill[0].gate.close()
         first = asyncio.create_task(c.generate(text="x"))

@@ -249,7 +249,7 @@ def test_fields_that_ask_for_nothing_are_no_refusals(
 
 
 async def test_the_longest_prompt_is_the_longest_that_sglang_takes() -> None:
-    """By SGLang's own function, which is the same from 0.5.6 to 0.5.23."""
+    """The limit is SGLang's own function, which is the same from 0.5.6 to 0.5.23."""
     spec = PathFinder.find_spec("sglang")  # ``verify`` may have put another module in its place
     if spec is None or not spec.submodule_search_locations:
         pytest.skip("needs SGLang")

@@ -1,4 +1,4 @@
-"""What every request of a batch gets is bounded before it is multiplied, and stays JSON."""
+"""Data that every request of a batch gets is bounded before it is multiplied, and stays JSON."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Bound:
         port = self._sock.bind_to_random_port("tcp://127.0.0.1")
         self.endpoint = f"tcp://127.0.0.1:{port}"
         self.subscriptions: list[bytes] = []
-        """As they came and went."""
+        """Subscriptions and their ends, in the order of arrival."""
 
     @property
     def listened_to(self) -> bool:
@@ -42,7 +42,7 @@ class Bound:
         self._sock.send_multipart(frames)
 
     def info(self, boot_id: str = "") -> WorkerInfo:
-        """What an engine that binds there says of itself."""
+        """Return the description of an engine that binds there."""
         return WorkerInfo(sbs=SbsBlock(boot_id=boot_id, bind=self.endpoint))
 
     def close(self) -> None:
@@ -129,7 +129,7 @@ async def test_the_boots_of_a_removed_worker_are_forgotten() -> None:
 
 
 async def test_engines_that_bind_are_connected_to_also_if_the_router_listens_later() -> None:
-    """As when it takes over from another one."""
+    """A router that takes over from another one does the same."""
     setup = Setup("127.0.0.1")
     with engines_bind(1) as (engine,):
         setup.listener.described(setup.prefill, engine.info())

@@ -121,7 +121,7 @@ def test_kv_events_are_followed_by_name_and_an_address_without_an_engine_is_left
 
 
 class Recorder:
-    """In the place of a socket: where it is connected to."""
+    """Stands in for a socket, and records where it is connected to."""
 
     def __init__(self) -> None:
         self.connected: list[str] = []

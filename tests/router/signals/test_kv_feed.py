@@ -117,7 +117,7 @@ class Followed:
         self.go_on()
 
     def go_on(self) -> None:
-        """As the socket does, which holds what comes during a replay."""
+        """Read on like the socket, which holds messages during a replay."""
         while self.unread and not self.feed.replaying:
             seq, payload = self.unread.pop(0)
             self.feed.live(seq, batch_in(payload))

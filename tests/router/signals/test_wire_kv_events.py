@@ -29,7 +29,7 @@ TOKENS = list(range(32))
 
 
 def stored(blocks: list[int], medium: str | None = "GPU", **fields: Any) -> dict[str, Any]:
-    """As SGLang 0.5.23 publishes it."""
+    """Return a stored event in SGLang 0.5.23's form."""
     event = {
         "type": "BlockStored",
         "block_hashes": blocks,

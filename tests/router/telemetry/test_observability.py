@@ -1,4 +1,4 @@
-"""What operators see: logs with request ids, spans, the metrics their dashboards use."""
+"""Output for operators: logs with request ids, spans, the metrics their dashboards use."""
 
 from __future__ import annotations
 

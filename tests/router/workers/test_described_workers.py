@@ -1,4 +1,4 @@
-"""What is made of an engine's /server_info, and of the URL it has."""
+"""The reading of an engine's /server_info, and of the URL it has."""
 
 from __future__ import annotations
 

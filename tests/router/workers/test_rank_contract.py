@@ -170,7 +170,7 @@ async def test_bodies_have_the_fields_of_their_release() -> None:
 
 
 def test_a_named_decode_rank_would_break_a_coupled_pair() -> None:
-    """What the mock engines are for: the fields of 0.5.10 under the old name fail."""
+    """The mock engines exist to show this: the fields of 0.5.10 under the old name fail."""
     rooms = RankedRooms(2)
     decode = VersionedEngine("decode", "0.5.9", rooms, dp_size=4)
     rooms.prefill_rank[6] = 0

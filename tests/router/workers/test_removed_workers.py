@@ -24,7 +24,7 @@ ERRORS, DISPATCHES = "smg_worker_errors_total", "sbs_dispatches_total"
 
 
 def series(text: str, worker_url: str) -> dict[str, float]:
-    """Of one worker: the sum over its other labels, by name."""
+    """Return one worker's series by name, each summed over its other labels."""
     found: dict[str, float] = {}
     for line in text.splitlines():
         if f'worker="{worker_url}"' in line:

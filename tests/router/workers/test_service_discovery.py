@@ -255,7 +255,7 @@ async def test_workers_of_the_process_before_this_one_are_taken_over(api: FakeKu
 async def test_a_scheduler_that_restarted_believes_the_pods_not_its_front_ends(
     api: FakeKubernetes,
 ) -> None:
-    """What a front end knows of the workers is from before: pods have come and gone since."""
+    """A front end's view of the workers is outdated: pods have come and gone since."""
     before = Members()
     await api.put(pod("gone", "127.0.0.2", labels=P))
     await api.put(pod("stays", "127.0.0.3", labels=P))

@@ -60,7 +60,7 @@ class World:
         self.messages: list = []
         self.delivered: list = []
         self.reported: set[str] = set()
-        """In the last report, by the engine's account."""
+        """Requests in the last report, by the engine's account."""
         self.seen: set[str] = set()
         """Accepted, by the reports that came."""
 

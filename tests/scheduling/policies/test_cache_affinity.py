@@ -294,8 +294,8 @@ def test_a_short_common_beginning_is_not_waited_for():
 
 @pytest.mark.parametrize(("tokens", "waits"), [(10, False), (19, False), (20, True), (800, True)])
 def test_nor_is_it_when_everybody_waits_and_each_token_counts(tokens: int, waits: bool):
-    """With pages of one token, two prompts that begin with the same one had waited for each other
-    for more than a second."""
+    """Two prompts that begin with the same page of one token had waited for each other for more
+    than a second."""
     it = cluster()
     p0, p1 = it.scheduler.prefill.values()
     blocks = list(range(1, 900))
@@ -314,7 +314,8 @@ def test_nor_is_it_when_everybody_waits_and_each_token_counts(tokens: int, waits
 
 
 def test_a_prefix_that_is_overdue_wakes_the_scheduler_later_than_now():
-    """At the same moment the same would be decided again, for as long as a clock stands still."""
+    """A wake at the same moment would decide the same again, for as long as a clock stands
+    still."""
     it = cluster()
     p0, p1 = it.scheduler.prefill.values()
     by_id = {"p0": p0, "p1": p1}

@@ -72,7 +72,7 @@ def test_a_trial_ends_at_the_first_split_batches_but_not_at_late_ones() -> None:
 
 @pytest.mark.parametrize(("intake_s", "on"), [(0.0, False), (0.0083, True)])
 def test_one_busy_intake_for_all_ends_the_holding(intake_s: float, on: bool) -> None:
-    """At nine tenths of what the intake can take, a batch waits for its last request."""
+    """A batch waits for its last request at nine tenths of what the intake can take."""
     states: list[bool] = []
     spec = ClusterSpec(cost=COSTS["mixed"], dispatch_latency_s=0.005, intake_s=intake_s)
     simulate(

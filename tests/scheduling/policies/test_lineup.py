@@ -1,4 +1,4 @@
-"""In which order batches would start, kept for many instances while single ones change."""
+"""The order in which batches would start, kept for many instances while single ones change."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def at(
     far=(),
     terms=DEFAULT,
 ) -> set[str]:
-    """Those that cost least there."""
+    """Return the requests whose cheapest place is there."""
     by_id = {known.instance.id: known for known in (*forecasts, *far)}
     near = [forecast.instance.id for forecast in forecasts]
     others = by_id.keys() - near

@@ -20,7 +20,8 @@ CHANGING = {
 
 
 def own_attributes(tree: ast.Module) -> set[str]:
-    """What the classes of a module have: annotated fields, slots, and what ``__init__`` assigns."""
+    """Return the attributes of a module's classes: annotated fields, slots, and those that
+    ``__init__`` assigns."""
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ClassDef):

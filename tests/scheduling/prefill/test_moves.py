@@ -37,7 +37,7 @@ class Cluster(Driver):
         self.travelling: dict[str, int] = {}
         """Dispatched and not at the engine yet: tokens."""
         self.left: list[int] | None = None
-        """What each rank held when the running pass was launched."""
+        """Tokens that each rank held when the running pass was launched."""
 
     @property
     def books(self) -> PrefillInstance:

@@ -36,7 +36,7 @@ class Rig:
             self.engine.accept(rid, rank, tokens)
 
     def hear(self, *messages):
-        """What the last of the messages teaches."""
+        """Report the messages, and return the result of the last one."""
         for message in messages:
             self.now_s += 0.001
             learned = self.books.on_report(message, self.now_s)

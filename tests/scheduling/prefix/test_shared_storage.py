@@ -1,4 +1,4 @@
-"""What shared storage holds is a hit on every rank of the instances that read it."""
+"""A block in shared storage is a hit on every rank of the instances that read it."""
 
 from __future__ import annotations
 

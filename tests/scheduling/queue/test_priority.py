@@ -1,4 +1,4 @@
-"""Who may wait: priorities and SLOs move a request by a bounded time, and nobody starves."""
+"""Limits on waiting: priorities and SLOs move a request by a bounded time, and nobody starves."""
 
 from __future__ import annotations
 

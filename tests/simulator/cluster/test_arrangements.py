@@ -71,7 +71,8 @@ def pooled(balance: str, sent: list[Arrival], pools: int = 2) -> Outcome:
 
 
 def of_pool(outcome: Outcome) -> list[int]:
-    """Of each request in the order of arrivals: instances p0 and p1 are the first pool."""
+    """Return the pool of each request in the order of arrivals: instances p0 and p1 are the first
+    pool."""
     return [
         int(int(request.prefill[0][1:]) >= 2) for request in outcome.requests if request.prefill
     ]

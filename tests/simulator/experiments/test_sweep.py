@@ -77,7 +77,7 @@ def test_a_load_that_is_partly_refused_is_not_served():
 
 
 def arriving_from(monkeypatch: pytest.MonkeyPatch, least_load: float) -> None:
-    """Of lighter loads nothing comes after the warm-up."""
+    """Let lighter loads have no arrivals after the warm-up."""
 
     def scenario_of(job: Job) -> Scenario:
         whole = sweep.make_scenario(job.scenario, **job.spec)

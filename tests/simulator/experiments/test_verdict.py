@@ -126,7 +126,8 @@ def test_progress_without_a_terminal_is_lines_and_not_too_many(capsys):
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_an_interrupt_keeps_the_rows_of_the_runs_that_ended(workers: int):
-    """In processes of their own an interrupt comes to the parent alone; here a run raises it."""
+    """An interrupt comes to the parent alone where runs are processes of their own; here a run
+    raises it."""
     tasks = [(made, (number,)) for number in range(3)] + [(interrupt, ())]
     with pytest.raises(Interrupted) as raised:
         run_with_progress(tasks, Console(file=io.StringIO()), workers)

@@ -1,4 +1,4 @@
-"""What load 1.0 means, and how an unknown scenario is refused."""
+"""The meaning of load 1.0, and the refusal of an unknown scenario."""
 
 from __future__ import annotations
 
