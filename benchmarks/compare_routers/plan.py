@@ -7,8 +7,8 @@ import hashlib
 import os
 import platform
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,7 @@ from benchmarks.compare_routers.results.rows import Header, Row, RowFile
 from benchmarks.compare_routers.runs.cell import Setting
 from benchmarks.compare_routers.runs.engines import (
     PASS_S,
-    Engines,
-    GivenEngines,
-    VirtualCluster,
+    capacity_tokens_per_s,
     given_engines,
     scaled_cost,
     virtual_engines,
@@ -172,24 +170,14 @@ class Plan:
     def _engines(self) -> tuple[Any, float, int]:
         args = self._args
         if args.real:
-            given = GivenEngines(
-                prefill=[_prefill(words) for words in args.prefill],
-                decode=args.decode,
-                capacity_tokens_per_s=args.capacity,
-                listen=args.listen,
-                endforward_port=args.endforward_port,
-                key_file=args.key_file,
-            )
-            return (lambda: given_engines(given)), args.capacity, CHUNK_TOKENS
-        prefill, decode = parse_topology(args.topology)
-        cost = _cost(args.cost)
-        scaled = scaled_cost(cost, args.dp, args.cost_chunk, self._pass_s)
-        cluster = VirtualCluster(prefill, decode, args.dp, scaled, args.report)
-
-        def start() -> AbstractAsyncContextManager[Engines]:
-            return virtual_engines(cluster, Console())
-
-        return start, cluster.capacity_tokens_per_s, CHUNK_TOKENS
+            given = [_prefill(words) for words in args.prefill]
+            ends = args.listen, args.endforward_port, args.key_file
+            there = partial(given_engines, given, args.decode, args.capacity, *ends)
+            return there, args.capacity, CHUNK_TOKENS
+        counts = *parse_topology(args.topology), args.dp
+        cost = scaled_cost(_cost(args.cost), args.dp, args.cost_chunk, self._pass_s)
+        start = partial(virtual_engines, *counts, cost, args.report, Console())
+        return start, capacity_tokens_per_s(counts[0], args.dp, cost), CHUNK_TOKENS
 
     def _made_prompts(self) -> Prompts:
         if self._args.prompts == "ids" or self.model is None:

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import orjson
-from msgspec import structs
+from msgspec import json, structs
 
 from benchmarks.compare_routers.results import ratios
 from benchmarks.compare_routers.results.rows import NOT_RUN, Header, Row, figures
@@ -59,13 +58,7 @@ def _figures(row: Row) -> dict[str, Any]:
 
 def write_json(header: Header, rows: Sequence[Row], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(
-        orjson.dumps(summary(header, rows), default=_builtins, option=orjson.OPT_INDENT_2) + b"\n"
-    )
-
-
-def _builtins(value: Any) -> Any:
-    return {name: getattr(value, name) for name in value.__struct_fields__}
+    path.write_bytes(json.format(json.encode(summary(header, rows))) + b"\n")
 
 
 def facts_of(header: Header, rows: Sequence[Row]) -> list[tuple[str, str]]:

@@ -54,30 +54,9 @@ class Engines:
         return tokens / self.capacity_tokens_per_s
 
 
-@dataclass(frozen=True, slots=True)
-class VirtualCluster:
-    prefill: int
-    decode: int
-    dp_size: int
-    cost: VirtualGpuCost
-    log_dir: Path
-
-    @property
-    def capacity_tokens_per_s(self) -> float:
-        pass_s = self.cost.prefill_s([CHUNK_TOKENS] * self.dp_size)
-        return self.prefill * self.dp_size * CHUNK_TOKENS / pass_s
-
-
-@dataclass(frozen=True, slots=True)
-class GivenEngines:
-    """Engines that run already, whose hook publishes to ``listen`` and to the router's address."""
-
-    prefill: Sequence[tuple[str, int | None]]
-    decode: Sequence[str]
-    capacity_tokens_per_s: float
-    listen: str
-    endforward_port: int
-    key_file: Path | None = None
+def capacity_tokens_per_s(prefill: int, dp_size: int, cost: VirtualGpuCost) -> float:
+    """Return the prompt tokens per second that this many instances compute with full chunks."""
+    return prefill * dp_size * CHUNK_TOKENS / cost.prefill_s([CHUNK_TOKENS] * dp_size)
 
 
 def scaled_cost(
@@ -116,8 +95,10 @@ def scaled_cost(
 
 
 @asynccontextmanager
-async def virtual_engines(cluster: VirtualCluster, console: Console) -> AsyncIterator[Engines]:
-    """Start them, and stop them at the end.
+async def virtual_engines(
+    prefill: int, decode: int, dp_size: int, cost: VirtualGpuCost, report: Path, console: Console
+) -> AsyncIterator[Engines]:
+    """Start this many instances with virtual GPUs, and stop them at the end.
 
     Raises:
         ClusterStartError: an engine did not come up.
@@ -127,26 +108,25 @@ async def virtual_engines(cluster: VirtualCluster, console: Console) -> AsyncIte
     first = next(blocks)
     ports = RouterPorts(http=first, endforward=first + 1, prometheus=first + 2)
     addresses = [f"tcp://127.0.0.1:{port}" for port in (first + 1, first + 3)]
-    log_dir = cluster.log_dir / "engines"
     environment = os.environ | {"SGLANG_SBS_ROUTERS": ",".join(addresses)}
     options = rig_options(
-        *(cluster.prefill, cluster.decode, cluster.dp_size, log_dir),
-        environment | gate_environment(cluster.cost),
-        cost=cluster.cost,
+        *(prefill, decode, dp_size, report / "engines"),
+        environment | gate_environment(cost),
+        cost=cost,
     )
     plan = plan_cluster(options, blocks)
     async with (
         ReportListener(addresses[1]) as listener,
         LocalCluster(plan, on_progress=progress_printer(console)) as running,
     ):
-        prefill, decode = pd_urls(plan.instances)
+        prefill_urls, decode_urls = pd_urls(plan.instances)
         yield Engines(
-            prefill=prefill,
-            decode=decode,
+            prefill=prefill_urls,
+            decode=decode_urls,
             names=await boots(instance_names(running.instances)),
-            dp_size=cluster.dp_size,
+            dp_size=dp_size,
             chunk_tokens=CHUNK_TOKENS,
-            capacity_tokens_per_s=cluster.capacity_tokens_per_s,
+            capacity_tokens_per_s=capacity_tokens_per_s(prefill, dp_size, cost),
             ports=ports,
             listener=listener,
         )
@@ -162,25 +142,33 @@ def gate_environment(cost: VirtualGpuCost) -> dict[str, str]:
 
 
 @asynccontextmanager
-async def given_engines(given: GivenEngines) -> AsyncIterator[Engines]:
-    """Listen to engines that run already.
+async def given_engines(
+    prefill: Sequence[tuple[str, int | None]],
+    decode: Sequence[str],
+    capacity: float,
+    listen: str,
+    endforward_port: int,
+    key_file: Path | None,
+) -> AsyncIterator[Engines]:
+    """Listen to engines that run already, whose hook publishes to ``listen`` and to the router's
+    address.
 
     Raises:
         RuntimeError: one does not answer, or does not run the hook.
     """
-    names = {url: f"p{number}" for number, (url, _port) in enumerate(given.prefill)}
-    names |= {url: f"d{number}" for number, url in enumerate(given.decode)}
-    async with ReportListener(given.listen, given.key_file) as listener:
-        chunk_tokens, dp_size = await _shape(given.prefill[0][0])
+    names = {url: f"p{number}" for number, (url, _port) in enumerate(prefill)}
+    names |= {url: f"d{number}" for number, url in enumerate(decode)}
+    async with ReportListener(listen, key_file) as listener:
+        chunk_tokens, dp_size = await _shape(prefill[0][0])
         first = next(free_port_blocks(PORTS_PER_INSTANCE))
         yield Engines(
-            prefill=given.prefill,
-            decode=given.decode,
+            prefill=prefill,
+            decode=decode,
             names=await boots(names),
             dp_size=dp_size,
             chunk_tokens=chunk_tokens,
-            capacity_tokens_per_s=given.capacity_tokens_per_s,
-            ports=RouterPorts(http=first, endforward=given.endforward_port, prometheus=first + 1),
+            capacity_tokens_per_s=capacity,
+            ports=RouterPorts(http=first, endforward=endforward_port, prometheus=first + 1),
             listener=listener,
         )
 
