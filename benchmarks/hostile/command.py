@@ -9,6 +9,7 @@ import platform
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import uvloop
@@ -112,6 +113,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Console().print(table_of(rows))
     if options.json is not None:
         machine = {"python": platform.python_version(), "cpus": os.cpu_count()}
-        found = {"machine": machine, "rows": [row.as_json() for row in rows]}
+        found = {"machine": machine, "rows": [asdict(row) for row in rows]}
         options.json.write_text(json.dumps(found, indent=2) + "\n")
     return 0

@@ -7,9 +7,8 @@ import subprocess
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -51,9 +50,6 @@ class Row:
     probe_failures: int
     """Probes without an answer, or with another status than 200."""
     answers: dict[str, int] = field(default_factory=dict)
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 async def measure(case: Case, engines: tuple[int, int], folder: Path) -> Row:

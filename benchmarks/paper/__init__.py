@@ -1,1 +1,1 @@
-"""``scripts/paper-claims``: every claim of the paper beside what is simulated."""
+"""``scripts/paper-claims``: the paper's claims about prefill beside simulations."""
