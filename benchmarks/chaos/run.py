@@ -118,9 +118,7 @@ class FaultResult(msgspec.Struct, frozen=True):
     """Nothing unanswered, nothing cut off that a router could have saved, nothing left over."""
 
 
-async def run_fault(
-    site: Site, fault: Fault, *, workload: Workload, tail_s: float
-) -> FaultResult:
+async def run_fault(site: Site, fault: Fault, *, workload: Workload, tail_s: float) -> FaultResult:
     """Start a router, put load on it, let the fault happen, go on for at least ``tail_s``.
 
     Raises:

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from benchmarks.burners import MOST, burners
 from benchmarks.command_line import command_parser
+from benchmarks.compare_routers.agents import AGENTS_PER_RANK
 from benchmarks.compare_routers.campaign import Campaign
 from benchmarks.compare_routers.contenders import BY_NAME
 from benchmarks.compare_routers.plan import (
@@ -28,7 +29,7 @@ from benchmarks.compare_routers.results.report import summary, write_json, write
 from benchmarks.compare_routers.results.rows import Header, Row, RowFile, figures
 from benchmarks.compare_routers.results.verdict import sentences
 from benchmarks.compare_routers.runs.engines import H800_CHUNK_TOKENS, PASS_S
-from benchmarks.compare_routers.workloads import WORKLOADS
+from benchmarks.compare_routers.workloads import NAMES
 from benchmarks.demo.virtual_cluster import CHUNK_TOKENS
 from sglang_sbs.cluster.local import ClusterStartError
 from sglang_sbs.simulator.cluster.cost import COSTS, CostError
@@ -66,8 +67,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument_group("what is compared").add_argument
     add("--contenders", metavar="NAMES", help="see below (all)")
-    add("--workload", metavar="NAMES", help=f"comma-separated, of {', '.join(WORKLOADS)} (paper)")
-    add("--loads", help="shares of what full chunks on every rank compute (0.4,0.8,1.0)")
+    add("--workload", metavar="NAMES", help=f"comma-separated, of {', '.join(NAMES)} (paper)")
+    says = (
+        "shares of what full chunks on every rank compute (0.4,0.8,1.0); agentic: of "
+        f"{AGENTS_PER_RANK} agents per prefill rank"
+    )
+    add("--loads", help=says)
     add("--seeds", type=positive, help="of arrivals and lengths (3)")
     add("--first-seed", type=positive, default=1, metavar="N", help="they are N, N+1, ... (1)")
     says = "loads at which every contender runs, one seed (all of --loads)"

@@ -15,6 +15,7 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks.compare_routers.agents import AGENTIC, agents_at, expected_s
 from benchmarks.compare_routers.campaign import Campaign, Scope
 from benchmarks.compare_routers.contenders import BY_NAME, chosen
 from benchmarks.compare_routers.prompts import Prompts, id_prompts, text_prompts
@@ -29,7 +30,7 @@ from benchmarks.compare_routers.runs.engines import (
     virtual_engines,
 )
 from benchmarks.compare_routers.runs.revision import revision
-from benchmarks.compare_routers.workloads import WORKLOADS, duration_s
+from benchmarks.compare_routers.workloads import NAMES, WORKLOADS, duration_s
 from benchmarks.demo.cli import parse_topology
 from benchmarks.demo.virtual_cluster import CHUNK_TOKENS
 from benchmarks.router_processes import Contender
@@ -95,7 +96,8 @@ class Plan:
         self.start_engines, self.capacity_tokens_per_s, self.chunk_tokens = self._engines()
         self._prompts = self._made_prompts()
         for workload in self.scope.workloads:
-            WORKLOADS[workload](1, args.requests, self.chunk_tokens)
+            if workload != AGENTIC:
+                WORKLOADS[workload](1, args.requests, self.chunk_tokens)
 
     @property
     def _pass_s(self) -> float:
@@ -134,7 +136,7 @@ class Plan:
 
     def _scope(self) -> Scope:
         args = self._args
-        workloads = _words(args.workload, WORKLOADS, "--workload")
+        workloads = _words(args.workload, NAMES, "--workload")
         try:
             contenders = chosen(args.contenders)
         except ValueError as error:
@@ -257,12 +259,17 @@ class Plan:
             key_file=args.key_file,
             most_host_lag=args.most_host_lag,
             event_logs=args.event_logs,
+            stretch=self._pass_s / PASS_S,
         )
         return Campaign(
             self.scope, setting, file, self.start_engines, self._expected_s, console, rows
         )
 
     def _expected_s(self, workload: str, load: float, requests: int) -> float:
+        if workload == AGENTIC:
+            instances = len(self._args.prefill or "") or parse_topology(self._args.topology)[0]
+            agents = agents_at(load, instances * self._args.dp)
+            return expected_s(agents, requests, self._pass_s)
         drawn = WORKLOADS[workload](1, requests, self.chunk_tokens)
         return duration_s(drawn, load * self.capacity_tokens_per_s)
 

@@ -1,5 +1,7 @@
 """The loads: prompt lengths, output lengths, arrival times, by name.
 
+One is no list of arrivals (:mod:`.agents`): there each turn waits for an answer.
+
 Lengths are shares of the chunk, so a small cluster sees what a large one would. The offered load
 is exact: arrival times are stretched until the prompt tokens of the run come at ``load`` times the
 rate that full chunks on every rank would compute, whatever lengths the seed drew.
@@ -12,6 +14,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from benchmarks.compare_routers.agents import AGENTIC, Turn
 from benchmarks.compare_routers.prompts import Prompts
 from benchmarks.demo.load import Arrival
 from sglang_sbs.simulator.workloads.arrivals import time_of_day
@@ -84,6 +87,7 @@ WORKLOADS: dict[str, Callable[[int, int, int], list[Request]]] = {
     "bursty": _drawn(_bursts, _paper),
     "day": _day,
 }
+NAMES = (*WORKLOADS, AGENTIC)
 
 
 def duration_s(requests: Sequence[Request], tokens_per_s: float) -> float:
@@ -109,14 +113,48 @@ def arrivals(
     drawn = WORKLOADS[name](seed, requests, chunk_tokens)
     stretch = duration_s(drawn, tokens_per_s) / drawn[-1].at
     out = []
-    for number, request in enumerate(drawn):
-        indices = prompts.draw(request.prompt_tokens, f"{content}/{seed}/{number}")
+    for number, turn in enumerate(drawn):
+        indices = prompts.draw(turn.prompt_tokens, f"{content}/{seed}/{number}")
         out.append(
             Arrival(
-                request.at * stretch,
+                turn.at * stretch,
                 prompts.token_ids(indices),
-                request.output_tokens,
+                turn.output_tokens,
                 prompts.text(indices),
             )
         )
     return out
+
+
+class TurnWords:
+    def __init__(self, prompts: Prompts, content: str) -> None:
+        """``content``: as of :func:`arrivals`."""
+        self._prompts, self._content = prompts, content
+        self._drawn: _Drawn = {}
+
+    def __call__(self, turn: Turn, number: int) -> Arrival:
+        """The ``number``-th of a run."""
+        indices = _words(turn, number, self._prompts, self._content, self._drawn)
+        return Arrival(
+            turn.at_s,
+            self._prompts.token_ids(indices),
+            turn.output_tokens,
+            self._prompts.text(indices),
+        )
+
+
+_Drawn = dict[tuple[int, int], list[int]]
+"""Words of blocks, by name and position: drawing those of a long prompt anew takes a while."""
+
+
+def _words(turn: Turn, number: int, prompts: Prompts, seed: str, drawn: _Drawn) -> list[int]:
+    indices: list[int] = []
+    for position, block in enumerate(turn.blocks, start=1):
+        if (block, position) not in drawn:
+            length = round(position * turn.block_tokens) - len(indices)
+            drawn[block, position] = prompts.draw(length, f"{seed}/block/{block}/{position}")
+        indices += drawn[block, position]
+    missing = turn.prompt_tokens - len(indices)
+    if missing > 0:
+        indices += prompts.draw(missing, f"{seed}/{number}")
+    return indices[: turn.prompt_tokens]

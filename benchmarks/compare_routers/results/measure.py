@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 import msgspec
@@ -113,6 +113,17 @@ def engines(
         own_gap_ms=own_ms,
         bubble_beyond_share=beyond,
         kv=_band([ranks for at_s, ranks in series if window_s[0] <= at_s <= window_s[1]]),
+    )
+
+
+def computed_tokens(received: Iterable[ReceivedMessage], names: Mapping[str, str]) -> int:
+    """Prompt tokens of all passes that were launched, without what caches had."""
+    return sum(
+        message.report.extend_tokens
+        for message in received
+        if message.report.kind == "launch"
+        and message.report.role == "prefill"
+        and message.report.boot_id in names
     )
 
 

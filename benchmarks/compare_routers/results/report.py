@@ -12,8 +12,10 @@ from msgspec import json, structs
 from benchmarks.compare_routers.results import ratios
 from benchmarks.compare_routers.results.rows import NOT_RUN, Header, Row, figures
 from benchmarks.compare_routers.results.tables import (
+    AGENTS_LEGEND,
     LEGEND,
     RATIO_LEGEND,
+    agents_table,
     cell_tables,
     error_table,
     ratio_table,
@@ -26,7 +28,14 @@ from sglang_sbs.simulator.experiments.tables import ResultTable
 
 _IN_JSON = (
     *("requests", "begun", "revision", "qps", "host_lag_ms", "most_host_lag_ms", "stalled_s"),
-    *("cpu_ms_per_request", "tokens_per_s", "silent", "answers", "engines"),
+    *(
+        "cpu_ms_per_request",
+        "tokens_per_s",
+        "computed_over_optimum",
+        "silent",
+        "answers",
+        "engines",
+    ),
 )
 """Fields of a row that ``--json`` has beside those of its key."""
 
@@ -103,6 +112,8 @@ def write_report(header: Header, rows: Sequence[Row], directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     facts, failures = facts_of(header, rows), error_table(rows)
     texts: list[str | ResultTable] = [*sentences(rows), ratio_table(rows), RATIO_LEGEND]
+    agents = agents_table(rows)
+    texts += [] if agents is None else [agents, AGENTS_LEGEND]
     texts += [*cell_tables(rows), *([] if failures is None else [failures])]
     lines = ["# Routers compared", ""]
     for text in (*texts, LEGEND):

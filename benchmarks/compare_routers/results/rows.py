@@ -49,6 +49,9 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """CPU time of the router's processes during the load."""
     tokens_per_s: float = 0.0
     """Tokens of prompts and answers per second of the load and prefill instance."""
+    computed_over_optimum: float = 0.0
+    """Prompt tokens that prefill computed over those that no request before had, of a closed loop
+    with its first turns. 0: another workload."""
     warm_up_failed: int = 0
     """Requests before the load that were not answered as asked, those of a first attempt too."""
     answers: Answers | None = None

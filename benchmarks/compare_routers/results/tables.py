@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 
+from benchmarks.compare_routers.agents import AGENTIC, AGENTS_PER_RANK
 from benchmarks.compare_routers.results.measure import Answers, Engines
 from benchmarks.compare_routers.results.ratios import (
     cells_of,
@@ -141,6 +142,11 @@ def _mean_text(values: Sequence[float], form: str) -> str:
     return format(statistics.fmean(values), form) if known else "-"
 
 
+AGENTS_LEGEND = (
+    "tokens/s: of prompts and answers, cached or not. computed / optimum: prompt tokens that were "
+    "computed over those that no turn before had, first turns included."
+)
+
 LEGEND = (
     "Times in ms. goodput: requests per second answered within the SLO. passes, chunk use (tokens "
     "of the chunk capacity of the passes), active ranks (DP ranks with tokens in a pass), max / "
@@ -154,6 +160,38 @@ LEGEND = (
     "had the cores, and requests left that much later than planned, which is in no time of theirs. "
     "router CPU: of all its processes, per request."
 )
+
+
+def agents_table(rows: Sequence[Row]) -> ResultTable | None:
+    """Return TTFT, E2E and throughput of a closed loop of agents; None if none was run."""
+    out = []
+    for (workload, load), mine in cells_of(rows).items():
+        if workload != AGENTIC:
+            continue
+        for policy in in_order(row.key.policy for row in mine):
+            of = [row for row in mine if row.key.policy == policy]
+            waits = [row.answers for row in of if row.answers]
+            out.append(
+                [
+                    policy,
+                    f"{load:g}",
+                    _mean_text([answers.ttft_ms.mean for answers in waits], ".0f"),
+                    _mean_text([answers.e2e_ms.mean for answers in waits], ".0f"),
+                    _mean_text([row.qps for row in of], ".2f"),
+                    _mean_text([row.tokens_per_s for row in of], ".0f"),
+                    _mean_text([row.computed_over_optimum for row in of], ".2f"),
+                ]
+            )
+    if not out:
+        return None
+    return ResultTable(
+        f"Agents in a closed loop: {AGENTS_PER_RANK} per prefill rank at load 1",
+        [
+            *("contender", "load", "TTFT mean", "E2E mean", "turns/s", "tokens/s, instance"),
+            "computed / optimum",
+        ],
+        out,
+    )
 
 
 def error_table(rows: Sequence[Row]) -> ResultTable | None:

@@ -7,18 +7,20 @@ import dataclasses
 import os
 import re
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from msgspec.structs import replace
 
+from benchmarks.compare_routers.agents import AGENTIC, Agents, agents_at
 from benchmarks.compare_routers.contenders import OPTIONAL_PACKAGE_HINT, PACKAGE_HINTS
 from benchmarks.compare_routers.prompts import Prompts
 from benchmarks.compare_routers.results import measure
 from benchmarks.compare_routers.results.rows import Key, Row
 from benchmarks.compare_routers.runs import endforward_check
+from benchmarks.compare_routers.runs.agents_client import Played, play
 from benchmarks.compare_routers.runs.endforward_check import (
     MissingReportsError,
     router_misses,
@@ -26,7 +28,7 @@ from benchmarks.compare_routers.runs.endforward_check import (
     silent_prefill,
 )
 from benchmarks.compare_routers.runs.engines import Engines
-from benchmarks.compare_routers.workloads import arrivals
+from benchmarks.compare_routers.workloads import TurnWords, arrivals
 from benchmarks.demo.load import Arrival, Sample, run_load
 from benchmarks.demo.runs import RouterStartError, router_process
 from benchmarks.listener import ReceivedMessage
@@ -72,6 +74,8 @@ class Setting:
     event_logs: bool = False
     """Whether each run leaves one: the scheduler's of ours, what ``sglang-sbs observe`` would write
     of the others."""
+    stretch: float = 1.0
+    """Of agents' pauses, as of everything that takes time here."""
     settle_s: float = 0.3
     """After the last answer, for the last messages of the engines."""
     reports_wait_s: float = endforward_check.WAIT_S
@@ -127,7 +131,7 @@ async def _measured(
 ) -> Row:
     """Raises: DoesNotWorkError; MissingReportsError."""
     begun_s = time.monotonic()
-    load = _arrivals(key, requests, engines, setting, f"{key}")
+    send = _load(key, requests, engines, setting)
     warm_key = Key("paper", _WARM_UP_LOAD, _WARM_UP_SEED + key.seed, key.policy)
     # Of the run's key too: the same words before another run would be in the prefix caches.
     warm_up = _arrivals(warm_key, WARM_UP_REQUESTS, engines, setting, f"{warm_key} of {key}")
@@ -141,21 +145,21 @@ async def _measured(
         engines.listener.take()
         cpu_s, stalled_s = processes.cpu_s(), await _stalled_s(contender, engines)
         lag = asyncio.create_task(_watch_lag(), name="host lag")
-        begin_s = time.monotonic()
         try:
-            samples = await run_load(url, load, timeout_s=setting.timeout_s)
+            played = await send(url)
         finally:
             lag.cancel()
         await asyncio.sleep(setting.settle_s)
         received = engines.listener.take()
         cpu_s = processes.cpu_s() - cpu_s
         stalled_s = await _stalled_s(contender, engines) - stalled_s
-    load_s = load[-1].at_s
+    begin_s, load_s = played.begin_s, played.load_s
     if setting.event_logs and not contender.ours:
         _observe(received, _event_log(key, setting))
     names = _names(engines, received)
     figures = measure.engines(received, names, begin_s, load_s)
-    tokens = sum(sample.prompt_tokens + sample.output_tokens for sample in samples)
+    tokens = sum(sample.prompt_tokens + sample.output_tokens for sample in played.samples)
+    computed = measure.computed_tokens(received, names)
     return Row(
         key=key,
         requests=requests,
@@ -166,11 +170,31 @@ async def _measured(
         stalled_s=stalled_s,
         cpu_ms_per_request=1e3 * cpu_s / requests,
         tokens_per_s=tokens / load_s / len(engines.prefill),
-        warm_up_failed=warm_up_failed,
-        answers=measure.answers(samples, setting.slo_ttft_s, setting.slo_tpot_s, load_s),
+        computed_over_optimum=computed / played.optimum_tokens if played.optimum_tokens else 0.0,
+        warm_up_failed=warm_up_failed + played.warm_up_failed,
+        answers=measure.answers(played.samples, setting.slo_ttft_s, setting.slo_tpot_s, load_s),
         engines=figures,
         silent=silent(received, names),
     )
+
+
+def _load(
+    key: Key, requests: int, engines: Engines, setting: Setting
+) -> Callable[[str], Awaitable[Played]]:
+    """Draw the arrivals of a run; the result sends them to a URL."""
+    if key.workload == AGENTIC:
+        number = agents_at(key.load, len(engines.prefill) * engines.dp_size)
+        agents = Agents(number, key.seed, engines.chunk_tokens, setting.stretch)
+        words = TurnWords(setting.prompts, f"{setting.salt}/{key}")
+        return lambda url: play(url, agents, words, requests, timeout_s=setting.timeout_s)
+    load = _arrivals(key, requests, engines, setting, f"{key}")
+
+    async def send(url: str) -> Played:
+        begin_s = time.monotonic()
+        samples = await run_load(url, load, timeout_s=setting.timeout_s)
+        return Played(begin_s, samples, load[-1].at_s)
+
+    return send
 
 
 def _arrivals(
