@@ -338,6 +338,7 @@ class InFlight:
             elif placement.decode is worker:
                 pair.leg_failed(_lost("decode", worker))
             elif placement.prefill is worker and attempt.prefill_open:
+                pair.prefill_lost = True
                 pair.leg_failed(_lost("prefill", worker))
 
     def _fail_if_stalled(self, rid: str, worker: Worker, chunks: int) -> None:

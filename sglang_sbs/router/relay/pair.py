@@ -110,6 +110,8 @@ class Pair:
         self._prefill_over = self._decode_over = False
         self._all_sent = False
         """Prefill responded with 200: decode has the whole KV."""
+        self.prefill_lost = False
+        """The prefill engine no longer responds: its response may never come."""
         self._never_taken = False
         """Prefill refused the request, so no KV will be sent."""
         self._started_s = 0.0
@@ -200,8 +202,8 @@ class Pair:
 
     @property
     def prefill_over(self) -> bool:
-        """No further result of prefill's request can arrive."""
-        return self._prefill_over or self.prefill_call.over
+        """No further result of prefill's request can arrive, or none is expected."""
+        return self._prefill_over or self.prefill_lost or self.prefill_call.over
 
     def forget(self) -> None:
         """Drop everything large, because the pair may stay parked for long."""

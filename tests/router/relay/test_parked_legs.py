@@ -314,6 +314,21 @@ async def test_lost_prefill_is_waited_for_no_longer_than_a_transfer() -> None:
         await c.decode[0].aborted(decode.rid)
 
 
+async def test_prefill_lost_under_way_is_waited_for_no_longer_than_a_transfer() -> None:
+    """Its request is parked only after the loss, and its connection stays open and silent."""
+    async with held(*SHORT, *ONE_TRY) as c:
+        c.prefill[0].ignores_aborts = True
+        answer = asyncio.create_task(c.generate(text="x"))
+        await c.prefill[0].gate.arrived(1)
+        await c.decode[0].gate.arrived(1)
+        worker = c.server.registry.get(c.prefill[0].url)
+        assert worker is not None
+        c.server.in_flight.fail_worker(worker)
+        assert (await answer)[0] == 502
+        assert c.server.in_flight.parking.parked_total == 1
+        await c.decode[0].aborted(c.decode[0].requests[0].rid)
+
+
 async def test_the_engines_own_time_out_counts_where_it_is_longer() -> None:
     says = {"sbs": {"boot_id": "b", "transfer_timeout_s": 3600}}
     async with held(*SHORT, prefill_says=says) as c:
