@@ -4,6 +4,7 @@ requests in flight at each worker."""
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from dataclasses import dataclass
 
 from sglang_sbs.router.processes.messages import (
@@ -41,6 +42,9 @@ class SessionMembership:
         """Latest term whose set of workers is in effect here, inherited from front ends or changed
         by clients; -1: only the workers of the command line."""
         self._new_s = now_s
+        self._active: Counter[str] = Counter()
+        """Requests in flight by worker URL, also of workers that were removed: one that is added
+        again still has its earlier requests."""
 
     # Legs in flight of all front ends, counted in the workers ----------------------------------
 
@@ -65,8 +69,11 @@ class SessionMembership:
         placed.prefill_open = False
 
     def _add(self, url: str, step: int) -> None:
+        self._active[url] = count = max(0, self._active[url] + step)
+        if count == 0:
+            del self._active[url]
         if worker := self._registry.get(url):
-            worker.active = max(0, worker.active + step)
+            worker.active = count
 
     # Which workers there are ------------------------------------------------------------------
 

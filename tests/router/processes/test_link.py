@@ -42,6 +42,23 @@ from sglang_sbs.scheduling.events import (
 )
 
 
+async def test_a_worker_added_again_still_has_its_earlier_requests(world: World) -> None:
+    side = await world.boot()
+    front_end = await world.front_end()
+    for rid in ("a", "b"):
+        await front_end.ask(rid)
+    side.remove_worker(side.registry.get("http://d0:1"))
+    side.add_worker("http://d0:1", "decode", None)
+    await front_end.ask("c")
+    front_end.link.on_ended("a", "completed")
+    front_end.link.on_ended("b", "completed")
+    await until(lambda: side.hub.requests == 1)
+    worker = side.registry.get("http://d0:1")
+    assert worker is not None and worker.active == 1
+    front_end.link.on_ended("c", "completed")
+    await until(lambda: side.books == (0, 0, 0))
+
+
 async def test_a_request_from_arrival_to_end(world: World) -> None:
     side = await world.boot()
     front_end = await world.front_end()
