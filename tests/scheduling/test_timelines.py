@@ -37,7 +37,7 @@ class Watched:
 
     def dispatch(self, now_s, rid, **more):
         fields = {"prefill": "p0", "prefill_rank": 1, "decode": "d0", "decode_rank": 0}
-        command = Dispatch(rid=rid, **fields, batch=1, held_s=0.0, reason="", **more)
+        command = Dispatch(rid=rid, **(fields | more), batch=1, held_s=0.0, reason="")
         self.tell(now_s, PrefillDone(rid="of somebody else"), command)
 
     def report(self, now_s, kind, forward_id, tokens, *started, **more):
@@ -231,3 +231,15 @@ def test_unknown_requests_do_no_harm():
     watched.tell(10.2, PrefillDone(rid="unknown"))
     watched.end(10.3, "unknown")
     assert watched.over == []
+
+
+def test_a_prompt_aborted_on_another_rank_than_its_own_is_forgotten():
+    """Engines that choose the rank themselves, and that report completed requests."""
+    watched = Watched()
+    watched.report(9.0, "forward", 1, 100, finished=["of before"])
+    for number in range(3):
+        watched.arrive(10.0, f"r{number}")
+        watched.dispatch(10.0, f"r{number}", prefill_rank=0)
+        watched.report(10.1, "launch", 2 + number, 100, Started(f"r{number}"))
+        watched.end(10.2, f"r{number}", "aborted")
+    assert not any(watched.timelines._computing.values())

@@ -208,7 +208,11 @@ class Timelines:
         decision = timeline.decision
         if decision is None or not self._computing:
             return {}
-        return self._computing.get((decision.prefill, decision.prefill_rank), {})
+        here = self._computing.get((decision.prefill, decision.prefill_rank), {})
+        if timeline.rid in here or timeline.launched_s is None or timeline.computed_s is not None:
+            return here
+        # Engines may compute a request on another rank than it was sent to.
+        return next((other for other in self._computing.values() if timeline.rid in other), here)
 
     def _reported(self, event: ForwardEnded, now_s: float) -> None:
         report = event.report
