@@ -36,6 +36,11 @@ class LoneRanks:
         """Return a worker's instances: itself, or one per rank without a barrier."""
         return self._instances.get(worker) or [worker]
 
+    def ranks_of(self, worker: ev.InstanceId) -> dict[ev.InstanceId, tuple[ev.InstanceId, int]]:
+        """Return (worker, rank) of each instance that is a rank of a worker without a barrier."""
+        names = self._instances.get(worker, ())
+        return {name: (worker, rank) for rank, name in enumerate(names)}
+
     def outside(self, instance: ev.InstanceId, rank: int, dp_size: int) -> WorkerRank:
         """Return the driver's name of a rank. ``dp_size``: number of ranks of ``instance``."""
         return self._ranks.get(instance) or WorkerRank(instance, rank, dp_size)

@@ -317,10 +317,12 @@ class Scheduler:
     # Instances ----------------------------------------------------------------------------
 
     def _on_up(self, event: ev.InstanceUp, now_s: float) -> None:
+        ranks = self.lone.ranks_of(event.instance)
         for name in self._members.up(event):
             for request in self._requests.values():  # adopted before the instance was up
                 if request.prefill is not None:
-                    request.prefill = self.lone.place(*request.prefill)
+                    place = ranks.get(request.prefill[0], request.prefill)
+                    request.prefill = self.lone.place(*place)
                 self._count_in(request, now_s, only=name)
         self._on_topology_change(now_s)
 

@@ -291,6 +291,17 @@ def test_it_may_turn_out_later_that_there_is_no_barrier() -> None:
     assert ranks_of(scheduler, 3.0).barrier
 
 
+def test_what_is_in_flight_counts_after_the_barrier_turns_out_to_be_there() -> None:
+    scheduler = scheduler_with(up(), policy="least_tokens")
+    sent = [arrive(scheduler, f"r{i}", 1.0) for i in range(3)]
+    scheduler.handle(up(barrier=True), 1.1)
+    assert [r.flight_tokens for r in ranks_of(scheduler, 1.1).ranks] == [100, 100, 100, 0]
+    scheduler.handle(PrefillDone(rid=sent[0].rid), 2.0)
+    for dispatch in sent:
+        scheduler.handle(RequestEnded(rid=dispatch.rid, outcome="completed"), 2.0)
+    assert [r.outstanding_requests for r in ranks_of(scheduler, 2.0).ranks] == [0] * 4
+
+
 def test_another_number_of_ranks_replaces_them() -> None:
     scheduler = scheduler_with(up(dp_size=4))
     scheduler.handle(up(dp_size=2), 1.0)
