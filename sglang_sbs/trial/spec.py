@@ -75,7 +75,11 @@ def read_object(body: Mapping[str, Any]) -> TrialSpec:
             raise ValueError(f"{key}={str(value)[:40]}: write {_wanted(key)}") from None
     if "baseline" not in found:
         raise ValueError(f"name the baseline: write {_wanted('baseline')}")
-    return TrialSpec(**found)
+    spec = TrialSpec(**found)
+    if spec.p99_s is not None and spec.p99_s > spec.slot_s:
+        # No request is followed for longer than a slot, so the limit would never be broken.
+        raise ValueError(f"p99={spec.p99_s:g}s: write at most one slot ({spec.slot_s:g} s)")
+    return spec
 
 
 def _wanted(key: str) -> str:

@@ -214,15 +214,19 @@ class Trial:
     # Limits -----------------------------------------------------------------------------------
 
     def _broken(self, now_s: float) -> str:
-        """Return the limit that the present slot breaks, as a sentence; empty: none."""
-        limit_s, slot = self.spec.p99_s, self.current
+        """Return the limit that a slot breaks, as a sentence; empty: none. Requests may wait longer
+        than the rest of their slot, so a slot counts until it is settled."""
+        limit_s = self.spec.p99_s
         if limit_s is not None:
             for request in self._requests.values():
                 if request.arrived_s + limit_s > now_s:
                     break
                 self._exceed(request)
-        if slot is None:
-            return ""
+        slots = [*self._unsettled, *([] if self.current is None else [self.current])]
+        return next(filter(None, (self._broken_by(slot, now_s) for slot in slots)), "")
+
+    def _broken_by(self, slot: Slot, now_s: float) -> str:
+        limit_s = self.spec.p99_s
         early = ", in its first third, where the slot before may weigh"
         where = f"a slot of {self.policies[slot.arm]}"
         where += early if slot.place_of(now_s) < 1 / 3 and self.done else ""

@@ -172,6 +172,15 @@ def test_an_arm_that_breaks_the_limit_ends_it_while_its_requests_still_wait() ->
     assert rig.trial.done <= 1
 
 
+def test_a_limit_as_long_as_a_slot_is_kept_after_the_slot() -> None:
+    slot_s = spec().slot_s
+    rig = Rig(spec(p99_s=slot_s), noisy(0.5, 1e6))
+    ended = rig.run()
+    assert ended.cause == "limit"
+    assert f"waited longer than {slot_s:g} s for their first token in a slot of eta" in ended.text
+    assert rig.trial.done <= 2
+
+
 def test_few_slow_requests_break_no_limit() -> None:
     def ttft_s(policy: str, rng: random.Random) -> float:
         return 4.0 if rng.random() < 0.002 else 0.2

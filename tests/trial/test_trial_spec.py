@@ -41,6 +41,7 @@ def test_everything_can_be_said_in_one_flag() -> None:
         ({"baseline": "eta", "width": "1_0"}, "width=0.1"),
         ({"baseline": "eta", "refused": "200%"}, "refused=1%"),
         ({"baseline": "eta", "refused": 2}, "refused=1%"),
+        ({"baseline": "eta", "slot": "5s", "p99": "6s"}, r"at most one slot \(5 s\)"),
         ({"baseline": "eta", "then": "stay"}, "back or winner"),
         ({"baseline": "eta", "seed": 1.5}, "a whole number"),
         ({"baseline": "eta", "seed": "9" * 5000}, "a whole number"),
