@@ -323,6 +323,27 @@ async def test_known_keys_outlast_a_provider_that_is_away_for_a_while(issuer: Is
     assert issuer.asked.count("discovery") == fetches + 1
 
 
+async def test_a_provider_that_hangs_is_waited_for_once_and_not_by_each_request(
+    issuer: Issuer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock()
+    check = check_of(issuer, clock)
+    token = issuer.token(exp=int(time.time()) + 86_400)
+    await check.principal(token)
+    clock.now_s += KEYS_LIVE_S + 1
+    attempts = 0
+
+    async def hang(_self: SigningKeys) -> None:
+        nonlocal attempts
+        attempts += 1
+        clock.now_s += 2 * ASK_AGAIN_S
+        raise TimeoutError
+
+    monkeypatch.setattr(SigningKeys, "_fetch", hang)
+    await asyncio.gather(*(check.principal(token) for _ in range(20)))
+    assert attempts == 1
+
+
 async def test_keys_from_a_given_place_need_no_discovery(issuer: Issuer) -> None:
     await check_of(issuer, jwks_uri=f"{issuer.url}/keys").principal(issuer.token())
     assert issuer.asked == ["keys"]

@@ -89,6 +89,8 @@ class SigningKeys:
             except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
                 text = str(error) or type(error).__name__
                 logger.error("no signing keys of %s: %s", self._config.issuer, text)
+                # Those that waited for this attempt must not each wait for one of their own.
+                self._asked_s = self._clock()
         if self._clock() - self._fetched_s >= KEYS_KEPT_S:
             self._keys.clear()
             raise ProviderError("the identity provider cannot be asked for its signing keys")
