@@ -260,8 +260,11 @@ class RouterServer:
         """Log one line for each minute with requests."""
         while True:
             await asyncio.sleep(_MINUTE_S)
-            if line := self.in_flight.recent.minute.take(self.scheduler.gain()):
-                logger.info("%s", line)
+            try:
+                if line := self.in_flight.recent.minute.take(self.scheduler.gain()):
+                    logger.info("%s", line)
+            except Exception:
+                logger.exception("the line of the last minute failed")
 
     def _knows(self, worker_url: str) -> bool:
         return self.registry.get(worker_url) is not None

@@ -154,8 +154,11 @@ class SchedulerProcess:
         log everything else."""
         while True:
             await asyncio.sleep(MINUTE_S)
-            if line := self._local.gain():
-                logger.info("last %d minutes: %s", WINDOW_MINUTES, line)
+            try:
+                if line := self._local.gain():
+                    logger.info("last %d minutes: %s", WINDOW_MINUTES, line)
+            except Exception:
+                logger.exception("the estimate of the gain failed")
 
     # Between the parts ------------------------------------------------------------------------
 
