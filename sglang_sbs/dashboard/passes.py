@@ -36,7 +36,9 @@ class ShownPass:
 
 @dataclass(slots=True)
 class _Instance:
-    boot_id: str = ""
+    boots: dict[int, str] = field(default_factory=dict)
+    """Boot id by DP rank. Each node of an engine has its own, so only a rank's second one shows a
+    restart."""
     last_id: int = -1
     ended_s: float | None = None
     waited_at_end_s: float = 0.0
@@ -96,8 +98,9 @@ class PassHistory:
         router."""
         key = instance, None if barrier else report.dp_rank
         known = self._instances.get(key)
-        if known is None or report.boot_id != known.boot_id:
-            known = self._instances[key] = _Instance(boot_id=report.boot_id)
+        if known is None or known.boots.get(report.dp_rank, report.boot_id) != report.boot_id:
+            known = self._instances[key] = _Instance()
+        known.boots[report.dp_rank] = report.boot_id
         if report.kind == "launch":
             if report.forward_id > max(known.launch_id, known.last_id):
                 known.launch_id = report.forward_id

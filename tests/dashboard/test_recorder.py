@@ -64,6 +64,30 @@ def test_ranks_that_tell_only_of_themselves_are_put_together() -> None:
     assert only.tokens == [10, 20]
 
 
+@pytest.mark.parametrize("gathered", [None, [1, 2, 3, 4]])
+def test_the_nodes_of_an_engine_have_boot_ids_of_their_own_and_passes_in_common(
+    gathered: list[int] | None,
+) -> None:
+    history = PassHistory()
+    for forward_id in (1, 2):
+        for kind, at_s in (("launch", 0.0), ("forward", 0.4)):
+            for rank in (0, 2, 1, 3):
+                message = report(
+                    boot_id=f"node {rank // 2}",
+                    kind=kind,
+                    dp_rank=rank,
+                    dp_size=4,
+                    forward_id=forward_id,
+                    forward_s=0.4 if kind == "forward" else 0.0,
+                    extend_tokens=rank + 1,
+                    tokens_per_rank=gathered,
+                )
+                history.on_report(P0, 4, message, forward_id + at_s, 0.0)
+    first, second = history.take(10.0)
+    assert first.tokens == second.tokens == [1, 2, 3, 4]
+    assert (first.gap_s, second.gap_s) == (0.0, pytest.approx(0.6))
+
+
 def test_a_bubble_is_wasted_as_far_as_requests_waited() -> None:
     history = PassHistory()
     vector = {"tokens_per_rank": [5, 5], "forward_s": 1.0}
