@@ -17,8 +17,8 @@ from sglang_sbs.scheduling.eventlog import LogRecord
 
 def logged(kind: str, at_s: float, name: str = "p0", **more) -> LogRecord:
     times = {"launch_s": at_s} if kind == "launch" else {"end_s": at_s}
-    who = {"instance_id": name, "boot_id": name}
-    made = report(**who, kind=kind, forward_id=1, **times, **more)
+    who = {"instance_id": name, "boot_id": name, "forward_id": 1}
+    made = report(kind=kind, **(who | times | more))
     return LogRecord(at_s, ForwardEnded(instance=name, report=made), [])
 
 
@@ -61,3 +61,48 @@ def test_the_engine_says_which_requests_a_pass_finished() -> None:
     assert recording.requests["answered"].first_pass is only
     assert recording.requests["answered"].last_pass is only
     assert recording.requests["aborted"].last_pass is None
+
+
+def test_each_node_of_an_engine_has_its_own_clock() -> None:
+    """In the second start its second node reports first."""
+    up = InstanceUp(instance="p0", role="prefill", dp_size=2, chunk_tokens=1024)
+    records = [LogRecord(0.0, up, [])]
+    for number, start in ((1, "a"), (2, "a"), (1, "b")):
+        began_s = number if start == "a" else 3.0
+        for kind, at_s in (("launch", began_s), ("forward", began_s + 0.5)):
+            for rank, uptime_s in ((0, 0.0), (1, 1e6))[:: 1 if start == "a" else -1]:
+                of_node = {"boot_id": f"{start} on {rank}", "dp_rank": rank, "dp_size": 2}
+                times = {"launch_s" if kind == "launch" else "end_s": at_s + uptime_s}
+                tokens = {"extend_tokens": 100 * (rank + 1), "batch_size": 1, "forward_s": 0.5}
+                said = logged(kind, at_s, forward_id=number, **of_node, **times, **tokens)
+                records.append(said)
+    recording = recording_of(records, SchedulerConfig())
+    assert [a_pass.tokens for a_pass in recording.passes] == [[100, 200]] * 3
+    assert [(a_pass.launch_s, a_pass.end_s) for a_pass in recording.passes] == [
+        (1.0, 1.5),
+        (2.0, 2.5),
+        (3.0, 3.5),
+    ]
+    assert recording.feedback_s == [0.0] * 12
+
+
+def test_a_restarted_engine_numbers_its_passes_anew() -> None:
+    up = InstanceUp(instance="p0", role="prefill", dp_size=1, chunk_tokens=1024)
+    recording = recording_of(
+        [
+            LogRecord(0.0, up, []),
+            arrived("lost", 0.5),
+            logged("launch", 1.0, extend_tokens=300, batch_size=1),
+            logged("forward", 1.5, forward_s=0.5, extend_tokens=300, rids=["lost"]),
+            arrived("new", 8.5),
+            logged("launch", 9.0, boot_id="b", extend_tokens=500, batch_size=1, rids=["new"]),
+            logged("forward", 9.7, boot_id="b", forward_s=0.7, extend_tokens=500),
+        ],
+        SchedulerConfig(),
+    )
+    assert [(a_pass.launch_s, a_pass.end_s) for a_pass in recording.passes] == [
+        (1.0, 1.5),
+        (9.0, 9.7),
+    ]
+    assert recording.requests["lost"].last_pass is None
+    assert recording.requests["new"].last_pass is recording.passes[1]

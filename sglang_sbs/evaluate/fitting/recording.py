@@ -4,7 +4,7 @@ requests in each pass. Independent of the fits."""
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -179,14 +179,23 @@ class _Queued:
 
 class _Reader:
     def __init__(
-        self, recording: Recording, offsets_s: dict[str, float], counted: dict[str, int]
+        self,
+        recording: Recording,
+        offsets_s: dict[tuple[str, str], float],
+        counted: dict[str, int],
     ) -> None:
         """Create a reader that fills ``recording``. ``offsets_s``: :func:`clock_offsets`;
         ``counted``: prompt tokens by rid, where the engine reported them."""
         self._recording = recording
         self._offsets_s = offsets_s
         self._counted = counted
-        self._passes: dict[tuple[str, int], RecordedPass] = {}
+        self._passes: dict[tuple[str, int, int], RecordedPass] = {}
+        """Passes by instance, start of the engine and forward id, which begins anew with it."""
+        self._starts: Counter[str] = Counter()
+        """Number of restarts so far, by instance."""
+        self._start_of: dict[tuple[str, int], dict[str, int]] = defaultdict(dict)
+        """Start of the engine in which a DP rank had each boot id, by instance and rank. Each node
+        of an engine has its own id, so only a rank's next one shows a restart."""
         self._newest: dict[str, RecordedPass] = {}
         self._queues: dict[tuple[str, int], list[_Queued]] = defaultdict(list)
         self.finished: set[str] = set()
@@ -244,16 +253,20 @@ class _Reader:
             changes.append((now_s, name, up))
 
     def _on_report(self, name: str, report: EndForward, now_s: float) -> None:
-        queue = self._queues[name, report.dp_rank]
+        queue, starts = self._queues[name, report.dp_rank], self._start_of[name, report.dp_rank]
+        if report.boot_id not in starts:
+            queue.clear()  # a restart loses them
+            self._starts[name] += max(starts.values(), default=-1) == self._starts[name]
+            starts[report.boot_id] = self._starts[name]
         requests = self._recording.requests
         queue += [_Queued(requests[rid]) for rid in report.rids if rid in requests]
         if report.kind not in ("launch", "forward"):
             return
-        stamp_s = _stamp_s(report) + self._offsets_s[name]
+        stamp_s = _stamp_s(report) + self._offsets_s[name, report.boot_id]
         self._recording.feedback_s.append(now_s - stamp_s)
-        key = (name, report.forward_id)
+        key = (name, starts[report.boot_id], report.forward_id)
         if report.kind == "launch":
-            a_pass = self._passes.get(key) or self._open(name, report, stamp_s)
+            a_pass = self._passes.get(key) or self._open(key, report, stamp_s)
             a_pass.launch_s = max(a_pass.launch_s, stamp_s)
             a_pass.tokens[report.dp_rank] = report.extend_tokens
             a_pass.requests[report.dp_rank] = report.batch_size
@@ -277,7 +290,8 @@ class _Reader:
                 request.last_pass = a_pass
                 queue[:] = [queued for queued in queue if queued.request is not request]
 
-    def _open(self, name: str, report: EndForward, launch_s: float) -> RecordedPass:
+    def _open(self, key: tuple[str, int, int], report: EndForward, launch_s: float) -> RecordedPass:
+        name = key[0]
         a_pass = RecordedPass(
             name,
             [0] * report.dp_size,
@@ -288,7 +302,7 @@ class _Reader:
             left_over=[False] * report.dp_size,
             previous=self._newest.get(name),
         )
-        self._passes[name, report.forward_id] = self._newest[name] = a_pass
+        self._passes[key] = self._newest[name] = a_pass
         self._recording.passes.append(a_pass)
         return a_pass
 
@@ -297,17 +311,19 @@ def _stamp_s(report: EndForward) -> float:
     return report.end_s if report.kind == "forward" else report.launch_s
 
 
-def clock_offsets(records: Iterable[LogRecord]) -> dict[str, float]:
-    """Return the router's clock minus the engine's in seconds, by instance. The fastest message is
-    assumed to have taken no time; others also waited in the network or for the event loop."""
-    offsets_s: dict[str, float] = {}
+def clock_offsets(records: Iterable[LogRecord]) -> dict[tuple[str, str], float]:
+    """Return the router's clock minus the engine's in seconds, by instance and boot id: each node
+    of an engine has its own clock. The fastest message is assumed to have taken no time; others
+    also waited in the network or for the event loop."""
+    offsets_s: dict[tuple[str, str], float] = {}
     for record in records:
         event = record.event
         if not isinstance(event, ForwardEnded) or event.report.role != "prefill":
             continue
         if event.report.kind in ("launch", "forward"):
             offset_s = record.now_s - _stamp_s(event.report)
-            offsets_s[event.instance] = min(offset_s, offsets_s.get(event.instance, math.inf))
+            key = event.instance, event.report.boot_id
+            offsets_s[key] = min(offset_s, offsets_s.get(key, math.inf))
     return offsets_s
 
 
