@@ -93,11 +93,7 @@ def scheduler() -> dict[str, Any]:
 
 def options_of(template: dict[str, Any], folder: Path) -> Any:
     """Return the options that the router's own parser reads from the first pod of this kind."""
-    values = {
-        "POD_NAMESPACE": "deepseek",
-        "POD_NAME": "sglang-sbs-scheduler-0",
-        "CONTROL_PLANE_KEY": "secret",
-    }
+    values = {"POD_NAMESPACE": "deepseek", "POD_NAME": "sglang-sbs-scheduler-0"}
     flags: list[str] = container(template)["args"]
     for name, value in values.items():
         flags = [flag.replace(f"$({name})", value) for flag in flags]
@@ -115,6 +111,22 @@ def folder_of_keys(template: dict[str, Any]) -> list[str]:
     """Files under /etc/sglang-sbs."""
     (keys,) = [v["secret"] for v in template["spec"]["volumes"] if "secret" in v]
     return [item["path"] for item in keys["items"]]
+
+
+# Keys ---------------------------------------------------------------------------------------------
+
+
+def test_the_key_of_the_control_plane_is_on_no_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {entry["name"]: entry for entry in container(router())["env"]}
+    secret = [name for name, entry in given.items() if "secretKeyRef" in entry.get("valueFrom", ())]
+    assert secret == ["CONTROL_PLANE_KEY"]
+    value = given["SGLANG_SBS_CONTROL_PLANE_API_KEYS"]["value"]
+    assert [*given].index(secret[0]) < [*given].index("SGLANG_SBS_CONTROL_PLANE_API_KEYS")
+    monkeypatch.setenv("SGLANG_SBS_CONTROL_PLANE_API_KEYS", value.replace(f"$({secret[0]})", "key"))
+    (key,) = options_of(router(), tmp_path).control_plane_keys
+    assert (key.id, key.role, key.key) == ("ops", "admin", "key")
 
 
 # Schemas ------------------------------------------------------------------------------------------
