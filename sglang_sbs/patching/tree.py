@@ -93,6 +93,7 @@ def _replace(path: Path, data: bytes) -> None:
     temporary = None
     try:
         old = path.stat()
+        _forget_bytecode(path)
         handle, temporary = tempfile.mkstemp(prefix=".sglang-sbs-", dir=path.parent)
         with os.fdopen(handle, "wb") as file:
             file.write(data)
@@ -101,7 +102,6 @@ def _replace(path: Path, data: bytes) -> None:
         os.chmod(temporary, stat.S_IMODE(old.st_mode))
         if (old.st_uid, old.st_gid) != (os.geteuid(), os.getegid()) and os.geteuid() == 0:
             os.chown(temporary, old.st_uid, old.st_gid)
-        _forget_bytecode(path)
         os.replace(temporary, path)
     except OSError as error:
         if temporary is not None:

@@ -103,6 +103,20 @@ def test_a_failing_write_leaves_the_file_and_no_rubbish(
     assert site.leftovers() == []
 
 
+def test_bytecode_that_cannot_be_removed_is_explained_and_leaves_no_rubbish(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(13, f"Permission denied: {path.name}")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", refuse)
+        with pytest.raises(PatchError, match=r"cannot remove .*first.*\.pyc: Permission denied"):
+            tree.change(site.root, a_patch())
+    assert site.content() == OLD
+    assert site.leftovers() == []
+
+
 def test_a_read_only_environment_is_explained(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(**_kwargs: Any) -> None:
         raise PermissionError(13, "Permission denied")
