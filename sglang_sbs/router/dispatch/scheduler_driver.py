@@ -109,11 +109,15 @@ class SchedulerPump:
             if self._flushing is None:
                 loop = asyncio.get_running_loop()
                 self._flushing = loop.call_later(self.flush_s, self.flush_log)
-        self.timelines.observe(event, commands, now_s)
-        if self.observer is not None:
-            self.observer(event, commands, now_s)
-        if self.trial is not None:
-            self.trial(event, commands, now_s)
+        try:
+            self.timelines.observe(event, commands, now_s)
+            if self.observer is not None:
+                self.observer(event, commands, now_s)
+            if self.trial is not None:
+                self.trial(event, commands, now_s)
+        except Exception:
+            # The commands are other requests' decisions, which must not be lost with a record.
+            self._count_error("the record of %r failed", event, now_s)
         if not commands:  # as after most events
             return
         for command in self._gangs.labelled(commands):
@@ -125,14 +129,17 @@ class SchedulerPump:
             self.decided(command)
 
     def _scheduler_failed(self, event: Event, now_s: float) -> None:
-        self.errors += 1
-        if now_s >= self._traceback_s + _TRACEBACK_EVERY_S:
-            self._traceback_s = now_s
-            logger.exception("the scheduler failed on %r", event)
+        self._count_error("the scheduler failed on %r", event, now_s)
         if isinstance(event, RequestArrived):
             self.failed(event.rid)
         if not self._closed:
             self._wake_at(now_s + _RETRY_S, now_s)
+
+    def _count_error(self, text: str, event: Event, now_s: float) -> None:
+        self.errors += 1
+        if now_s >= self._traceback_s + _TRACEBACK_EVERY_S:
+            self._traceback_s = now_s
+            logger.exception(text, event)
 
     def _write(self, step: Callable[[EventLogWriter], None]) -> None:
         """Run ``step`` on the event log. An error (full disk, text that cannot be encoded) closes

@@ -312,6 +312,27 @@ async def test_a_scheduler_that_failed_is_asked_again_and_fills_no_log(
     dispatcher.close()
 
 
+@pytest.mark.parametrize("failing", ["timelines", "observer", "trial"])
+async def test_a_record_that_fails_costs_no_request_its_decision(
+    failing: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("defect")
+
+    scheduler = Scripted(
+        lambda event, now_s: [dispatch(event.rid)] if isinstance(event, RequestArrived) else []
+    )
+    dispatcher = LocalDispatcher(scheduler)
+    if failing == "timelines":
+        dispatcher.pump.timelines.observe = fail  # type: ignore[method-assign]
+    else:
+        setattr(dispatcher.pump, failing, fail)
+    assert (await dispatcher.dispatch(submitted("r"))).rid == "r"
+    assert dispatcher.scheduler_errors == 1
+    assert "record" in caplog.text
+    dispatcher.close()
+
+
 async def test_the_event_log_is_written_soon_without_anybody_asking(tmp_path: Path) -> None:
     dispatcher = LocalDispatcher(
         Scheduler(), event_log=EventLogWriter(tmp_path / "log", SchedulerConfig())
