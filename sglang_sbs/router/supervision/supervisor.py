@@ -66,6 +66,8 @@ class Child:
     _line: ChildLine | None = None
     _process: asyncio.subprocess.Process | None = None
     _stopping: bool = False
+    _last_signal: signal.Signals = signal.SIGTERM
+    """Signal of :meth:`end`, for a process that is just being started then."""
 
     @property
     def pid(self) -> int:
@@ -102,6 +104,8 @@ class Child:
         try:
             with contextlib.closing(ChildLine()) as self._line:
                 self._process = process = await self._spawn(self._line.child_socket)
+                if self._stopping:
+                    self._signal(self._last_signal)
                 ended = asyncio.create_task(process.wait())
                 with contextlib.suppress(EOFError):
                     self.facts = await self._line.ready()
@@ -152,7 +156,7 @@ class Child:
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> None:
         """Stop restarting, and send ``number`` to a running process."""
-        self._stopping = True
+        self._stopping, self._last_signal = True, number
         self._close_sockets()
         self._signal(number)
 

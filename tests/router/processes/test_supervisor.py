@@ -24,7 +24,7 @@ from sglang_sbs.router.supervision.socket_handover import (
     control_path,
     listen,
 )
-from sglang_sbs.router.supervision.supervisor import ChildTimes, Supervisor
+from sglang_sbs.router.supervision.supervisor import Child, ChildTimes, Supervisor
 
 FLAGS = [
     *("--prefill", "http://p0:1", "8998", "--decode", "http://d0:1"),
@@ -151,6 +151,21 @@ async def test_a_restart_that_fails_is_tried_again_and_the_others_go_on(
     assert await serving == 0
     assert [process.signals for process in system.started[:3]].count([]) == 1
     assert system.open_sockets == 0
+
+
+async def test_a_child_that_is_ended_while_it_starts_gets_the_signal(
+    system: System, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = Child("front end 0", list, [])
+
+    async def start(*command: str, **more: Any) -> FakeProcess:
+        process = await system._start(*command, **more)
+        child.end(signal.SIGINT)
+        return process
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+    await asyncio.wait_for(child.keep(), 10)
+    assert [process.signals for process in system.started] == [[signal.SIGINT]]
 
 
 async def test_a_first_start_that_fails_ends_the_router_with_its_cause(
