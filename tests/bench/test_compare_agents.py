@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from benchmarks.compare_routers.agents import Agents, Turn
 from benchmarks.compare_routers.prompts import id_prompts
-from benchmarks.compare_routers.results import report
+from benchmarks.compare_routers.results.tables import agents_table
 from benchmarks.compare_routers.results.measure import computed_tokens
 from benchmarks.compare_routers.runs.agents_client import Played, play
 from benchmarks.compare_routers.workloads import TurnWords
@@ -136,6 +136,7 @@ def test_the_report_says_what_agents_had_computed() -> None:
         replace(a_row, key=replace(a_row.key, workload="agentic"), computed_over_optimum=ratio)
         for a_row, ratio in ((row("sbs", 50), 1.02), (row("smg", 100), 2.5))
     ]
-    (table,) = [table for table in report.tables_of(rows) if "Agents" in table.title]
+    table = agents_table(rows)
+    assert table is not None
     assert [(line[0], line[-1]) for line in table.rows] == [("sbs", "1.02"), ("smg", "2.50")]
     assert not [table for table in report.tables_of([row("sbs", 50)]) if "Agents" in table.title]
