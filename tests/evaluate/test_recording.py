@@ -104,5 +104,21 @@ def test_a_restarted_engine_numbers_its_passes_anew() -> None:
         (1.0, 1.5),
         (9.0, 9.7),
     ]
+    assert [a_pass.previous for a_pass in recording.passes] == [None, None]
     assert recording.requests["lost"].last_pass is None
     assert recording.requests["new"].last_pass is recording.passes[1]
+
+
+def test_a_rank_that_joins_during_a_pass_is_counted_from_the_next_one() -> None:
+    up = InstanceUp(instance="p0", role="prefill", dp_size=2, chunk_tokens=1024)
+    tokens = {"extend_tokens": 300, "batch_size": 1}
+    recording = recording_of(
+        [
+            LogRecord(0.0, up, []),
+            logged("launch", 1.0, dp_size=2, **tokens),
+            logged("launch", 1.0, dp_rank=3, dp_size=4, **tokens),
+            logged("launch", 2.0, dp_rank=3, dp_size=4, forward_id=2, **tokens),
+        ],
+        SchedulerConfig(),
+    )
+    assert [a_pass.tokens for a_pass in recording.passes] == [[300, 0], [0, 0, 0, 300]]

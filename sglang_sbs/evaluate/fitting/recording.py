@@ -196,7 +196,8 @@ class _Reader:
         self._start_of: dict[tuple[str, int], dict[str, int]] = defaultdict(dict)
         """Start of the engine in which a DP rank had each boot id, by instance and rank. Each node
         of an engine has its own id, so only a rank's next one shows a restart."""
-        self._newest: dict[str, RecordedPass] = {}
+        self._newest: dict[tuple[str, int], RecordedPass] = {}
+        """Newest pass by instance and start of the engine."""
         self._queues: dict[tuple[str, int], list[_Queued]] = defaultdict(list)
         self.finished: set[str] = set()
         """Ids of requests that engines reported as finished."""
@@ -267,6 +268,8 @@ class _Reader:
         key = (name, starts[report.boot_id], report.forward_id)
         if report.kind == "launch":
             a_pass = self._passes.get(key) or self._open(key, report, stamp_s)
+            if report.dp_rank >= len(a_pass.tokens):
+                return  # it joined during this pass
             a_pass.launch_s = max(a_pass.launch_s, stamp_s)
             a_pass.tokens[report.dp_rank] = report.extend_tokens
             a_pass.requests[report.dp_rank] = report.batch_size
@@ -291,7 +294,7 @@ class _Reader:
                 queue[:] = [queued for queued in queue if queued.request is not request]
 
     def _open(self, key: tuple[str, int, int], report: EndForward, launch_s: float) -> RecordedPass:
-        name = key[0]
+        name, start, _ = key
         a_pass = RecordedPass(
             name,
             [0] * report.dp_size,
@@ -300,9 +303,9 @@ class _Reader:
             pairs=[0.0] * report.dp_size,
             requests=[0] * report.dp_size,
             left_over=[False] * report.dp_size,
-            previous=self._newest.get(name),
+            previous=self._newest.get((name, start)),
         )
-        self._passes[key] = self._newest[name] = a_pass
+        self._passes[key] = self._newest[name, start] = a_pass
         self._recording.passes.append(a_pass)
         return a_pass
 
