@@ -256,10 +256,10 @@ class RouterServer:
         web_server = self._runner.server if self._runner is not None else None
         return len(web_server.connections) if web_server is not None else 0
 
-    async def _log_minutes(self) -> None:
+    async def _log_minutes(self, every_s: float = _MINUTE_S) -> None:
         """Log one line for each minute with requests."""
         while True:
-            await asyncio.sleep(_MINUTE_S)
+            await asyncio.sleep(every_s)
             try:
                 if line := self.in_flight.recent.minute.take(self.scheduler.gain()):
                     logger.info("%s", line)

@@ -149,11 +149,11 @@ class SchedulerProcess:
         found = len(self._watch.registry) > 0 or self.options.discovery is None
         return found and self._hub.membership.looked
 
-    async def _log_gain(self) -> None:
+    async def _log_gain(self, every_s: float = MINUTE_S) -> None:
         """Log once a minute the policy's TTFT gain over immediate dispatch, if known. Front ends
         log everything else."""
         while True:
-            await asyncio.sleep(MINUTE_S)
+            await asyncio.sleep(every_s)
             try:
                 if line := self._local.gain():
                     logger.info("last %d minutes: %s", WINDOW_MINUTES, line)

@@ -47,7 +47,6 @@ _PROBE_PATHS = ("/ready", "/ping")
 _RANK_PROBE_PATHS = ("/model_info",)
 """Health check where each DP rank has its own (Rust) HTTP server, which has neither path of
 ``_PROBE_PATHS``. It shows that the server answers, not that SGLang's scheduler does."""
-_TICK_S = 1.0
 _UNUSED_S = 1.0
 """While the policy does not use load polls, interval at which it is checked whether it does now."""
 _LOADS = "/v1/loads?include=core,disagg,queues"
@@ -124,9 +123,9 @@ class Monitor:
         if worker.url in self._doubts:
             self._doubts[worker.url].set()
 
-    async def _tick(self) -> None:
+    async def _tick(self, every_s: float = 1.0) -> None:
         while True:
-            await asyncio.sleep(_TICK_S)
+            await asyncio.sleep(every_s)
             try:
                 self._registry.tick()
             except Exception:  # for example, no descriptors are left for an engine's KV events

@@ -8,7 +8,6 @@ import aiohttp
 import pytest
 
 from sglang_sbs.router.options.config import MonitorConfig
-from sglang_sbs.router.workers import health
 from sglang_sbs.router.workers.health import Monitor
 from sglang_sbs.router.workers.registry import Registry
 from sglang_sbs.router.workers.server_info import WorkerInfo
@@ -54,7 +53,6 @@ async def test_a_cancellation_that_a_timeout_hid_is_not_outlived(all_at_once: bo
 
 
 async def test_an_error_in_a_tick_does_not_end_the_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "_TICK_S", 0.001)
     registry = Registry()
     ticks = asyncio.Semaphore(0)
 
@@ -65,6 +63,8 @@ async def test_an_error_in_a_tick_does_not_end_the_ticks(monkeypatch: pytest.Mon
     monkeypatch.setattr(registry, "tick", broken)
     async with aiohttp.ClientSession() as session, asyncio.timeout(10):
         monitor = Monitor(registry, session, MonitorConfig(), lambda event: None)
+        ticking = asyncio.create_task(monitor._tick(0.001))
         for _ in range(3):
             await ticks.acquire()
+        ticking.cancel()
         await monitor.close()
