@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from sglang_sbs.doctor.checks import cluster, endforward, engine, prefill, router, security
 from sglang_sbs.doctor.facts import ClusterFacts, EngineFacts, ReceivedReports
 from sglang_sbs.doctor.findings import GROUPS, Finding, Severity, Wording
-from sglang_sbs.doctor.gathering.endforward import EndForwardListener, endpoints_to_hear
+from sglang_sbs.doctor.gathering.endforward import DoctorListener, endpoints_to_hear
 from sglang_sbs.doctor.gathering.engines import Asker, examine_all
 from sglang_sbs.doctor.gathering.pairs import probe_pairs
 from sglang_sbs.doctor.gathering.router import ask_router, engines_of
@@ -42,7 +42,7 @@ async def gather(options: DoctorOptions, progress: Progress = lambda _doing: Non
         facts = ClusterFacts(options, engines, router=router_facts)
         if _worth_listening(facts):
             progress(f"listening for EndForward, {options.wait_s:g} s at most")
-            facts.received = await asyncio.to_thread(EndForwardListener(options, engines).listen)
+            facts.received = await asyncio.to_thread(DoctorListener(options, engines).listen)
         whose = endforward.Attribution(facts.usable, facts.received or ReceivedReports())
         await asyncio.gather(*(asker.kv_ports(e, whose.of(e)) for e in facts.engines))
         if options.probe:

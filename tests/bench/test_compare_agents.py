@@ -12,8 +12,8 @@ from msgspec.structs import replace
 
 from benchmarks.compare_routers.agents import Agents, Turn
 from benchmarks.compare_routers.prompts import id_prompts
-from benchmarks.compare_routers.results.tables import agents_table
 from benchmarks.compare_routers.results.measure import computed_tokens
+from benchmarks.compare_routers.results.tables import agents_table
 from benchmarks.compare_routers.runs.agents_client import Played, play
 from benchmarks.compare_routers.workloads import TurnWords
 from benchmarks.listener import ReceivedMessage

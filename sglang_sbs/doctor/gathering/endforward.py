@@ -54,7 +54,7 @@ def endpoints_to_hear(options: DoctorOptions, engines: Iterable[EngineFacts]) ->
     return [endpoint for endpoint, differs in named.items() if not differs]
 
 
-class EndForwardListener:
+class DoctorListener:
     """Listens once; ``listen`` blocks, so call it in a thread."""
 
     def __init__(self, options: DoctorOptions, engines: Sequence[EngineFacts]) -> None:
