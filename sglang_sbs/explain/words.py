@@ -38,8 +38,8 @@ _OPENINGS = {
     "nothing was to be gained by holding it any longer",
     Opening.AHEAD: "the engine launches one forward pass ahead (overlap scheduling), and the pass "
     "after the next one had nothing to compute yet",
-    Opening.FAR_AWAY: "the way to the engine takes a forward pass or longer, so holding gains "
-    "nothing",
+    Opening.FAR_AWAY: "the way to the engine takes most of a forward pass or longer, so holding "
+    "gains nothing",
     Opening.INTERVAL: "the dispatch interval was over (--sbs-trigger paper)",
     Opening.AT_ONCE: "this policy sends every request as soon as it arrives",
 }

@@ -27,7 +27,7 @@ class Opening(StrEnum):
     """Overlap scheduling: the instance's next pass is filled already, and the pass after it would
     start with a gap if its batch came later."""
     FAR_AWAY = "far_away"
-    """The dispatch latency is a pass or more, so holding gains nothing."""
+    """The dispatch latency is most of a pass or more, so holding gains nothing."""
     AT_ONCE = "at_once"
     """The policy does not hold requests."""
     INTERVAL = "interval"

@@ -383,6 +383,7 @@ class Scheduler:
         interval = self.interval
         interval.observe(observation.latencies_s, now_s, observation.requests)
         if self.policy.fills_the_way:
+            interval.on_flight(observation.in_flight_s, now_s)
             interval.on_landing(observation.soonest_s, now_s)
         self.policy.on_landing(observation, source.dp_size, now_s)
         if observation.forward_s is not None:

@@ -143,6 +143,15 @@ class Tuning(Memories):
     """Seconds after the predicted end of a pass at which a request is sent without the report of
     the end: it counts as lost."""
 
+    # Slow networks.
+    far_passes: float = 0.75
+    """From this latency on, in mean pass times, requests leave when they arrive. The state at the
+    end of a pass does not help a request that will be in a later one."""
+    far_passes_busy: float = 0.5
+    """The same from ``busy_load`` on: with requests waiting at every launch, a late one runs two
+    passes later."""
+    busy_load: float = 0.6
+
     # The load (``offered_load``) and idle instances (``idle_turns``).
     least_window_s: float = 3.0
     """Shortest time constant of the arrival rate, in seconds, so that it covers a few requests."""

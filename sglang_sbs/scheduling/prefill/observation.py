@@ -54,6 +54,9 @@ class Observation:
     one had room."""
     soonest_s: float = math.inf
     """Time from the last dispatch in the pass to its launch; L_net is at most this. inf: none."""
+    in_flight_s: float = 0.0
+    """Longest time since the dispatch of a batch of which the rank had not accepted a request at
+    this launch, the first that it misses; L_net is at least this. 0: none."""
     split_share: float | None = None
     """Share of a split batch: of this rank's requests in a batch sent to the idle instance, those
     that missed its launch, 0 to 1. None: no such batch."""
@@ -104,6 +107,10 @@ def observe_launch(
         else:
             landed_s.append(ahead_s)
     in_flight = [request.sent for request in rank.flight if request.sent is not None]
+    for sent in in_flight:
+        if not sent.missed:  # later launches would only show how long one request takes
+            sent.missed = True
+            learned.in_flight_s = max(learned.in_flight_s, launch_s - sent.left_s)
     if rank.has_room_beside(report):
         # The last accepted ones are still in the handshake with decode: too late for this pass,
         # like those not at the rank yet.

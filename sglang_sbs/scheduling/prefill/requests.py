@@ -25,6 +25,8 @@ class Sent:
     """Time when its last request left the router; requests leave one after the other."""
     sampled: bool = False
     """Its dispatch latency was sampled."""
+    missed: bool = False
+    """A request of it missed a launch."""
 
     def __post_init__(self) -> None:
         self.left_s = max(self.at_s, self.left_s)

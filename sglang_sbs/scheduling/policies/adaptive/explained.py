@@ -66,7 +66,7 @@ def _kind(view: View, opening: OpenPass) -> Opening:
 def note_opening(request: Request, view: View | None, now_s: float) -> None:
     """Note on a request that arrived and was not placed which instance is expected to be free
     first. ``view``: snapshot of the decision; None while requests leave at once."""
-    if view is None or view.passes_away > 1:
+    if view is None:
         note(request, WaitReason.NOT_YET, now_s)
     else:
         instance = next(view.starts.in_order())

@@ -52,10 +52,7 @@ def open_passes(view: View) -> Openings:
     decision)."""
     at, starts = view.at, view.starts
     found = OpenSoFar(at.now_s, math.inf if view.overdue else view.hold_until_s)
-    if view.passes_away > 1:
-        _add_far_away(view, found)
-    else:
-        _add_near(view, found)
+    _add_near(view, found)
     joins = {p.instance: p for p in found.open if p.kind is Opening.JOINS}
     begins = Begins(starts, joins)
     ahead = _ahead(view)
@@ -64,26 +61,18 @@ def open_passes(view: View) -> Openings:
     wake_s = min(found.wake_s, ahead.wake_s)
     if view.by_forecast:
         looking = []  # prompts of several chunks keep every pass full
-    elif not (view.overdue or view.passes_away > 1 or view.learned.lineup.all_idle):
+    elif not (view.overdue or view.learned.lineup.all_idle):
         passes, apart_s = _spaced(view, passes, begins)
         wake_s = min(wake_s, apart_s - at.latency_s)
-    looking = [_looking_ahead(view, a_pass, joins) for a_pass in looking]
+    # Requests that join the batch on its way to the pass keep their reason and limit.
+    looking = [joins.get(p.instance, p)._replace(passes=p.passes) for p in looking]
     # An instance may be in both lists. It keeps its place of the first, and looks ahead.
     opened = {a_pass.instance: a_pass for a_pass in (*looking, *passes, *looking)}
     return Openings(opened, wake_s, begins, any_open)
 
 
-def _add_far_away(view: View, found: OpenSoFar) -> None:
-    """Open a pass of every instance with room. Used if the dispatch latency is a pass or more: then
-    no request is held."""
-    starts = view.starts
-    for instance in starts.in_order():
-        if instance.ranks.has_room_in(view.passes_away):
-            found.open.append(OpenPass(instance, Opening.FAR_AWAY, passes=view.passes_away))
-
-
 def _add_near(view: View, found: OpenSoFar) -> None:
-    """Add the next pass of each instance; for a dispatch latency of less than a pass."""
+    """Add the next pass of each instance."""
     capacity_of, starts = view.learned.offered.capacity_of, view.starts
     patience_tokens = 0.0 if view.urgent else TUNING.slack * view.queue.tokens
     ahead_tokens = 0.0
@@ -205,17 +194,6 @@ def _lacks_batch(instance: PrefillInstance, capacity_tokens: float) -> bool:
     if len(instance.passes) == 1:
         return 0 < instance.ranks.charged_tokens < TUNING.most_filled * capacity_tokens
     return len(instance.passes) == 2 and not instance.ranks.charged_tokens
-
-
-def _looking_ahead(
-    view: View, a_pass: OpenPass, joins: Mapping[PrefillInstance, OpenPass]
-) -> OpenPass:
-    """Return a pass found by :func:`lookahead`, adapted if the dispatch latency is several passes,
-    or if requests join a batch on its way to the instance."""
-    if view.passes_away > 1:
-        passes = max(view.passes_away, a_pass.passes)
-        return OpenPass(a_pass.instance, Opening.FAR_AWAY, passes=passes)
-    return joins.get(a_pass.instance, a_pass)._replace(passes=a_pass.passes)
 
 
 def _idle_in_turn(passes: list[OpenPass], oldest: Request) -> list[OpenPass]:

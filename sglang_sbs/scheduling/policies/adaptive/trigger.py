@@ -27,8 +27,8 @@ or is split over two passes. How much earlier a batch leaves is learned from the
 6. **place**: *which rank*. The longest goes first into the emptiest rank (:mod:`.placement`). A
    prompt is split to fill the pass only when more is left than the other instances can take.
 
-If the dispatch latency is a pass or more, none of this helps, so requests leave when they arrive.
-If batches do not arrive whole, requests leave at once as under ``eta`` (:mod:`.hold_guard`).
+Requests leave at once as under ``eta`` if the dispatch latency is most of a pass or more
+(:mod:`.far_away`), or if batches do not arrive whole (:mod:`.hold_guard`).
 ``tokens`` are uncached tokens.
 """
 
@@ -39,6 +39,7 @@ from sglang_sbs.scheduling.policies.adaptive.cache_affinity import CacheAffinity
 from sglang_sbs.scheduling.policies.adaptive.dispatch_lead import DispatchLead
 from sglang_sbs.scheduling.policies.adaptive.division import Division, divide
 from sglang_sbs.scheduling.policies.adaptive.explained import explain, note_opening
+from sglang_sbs.scheduling.policies.adaptive.far_away import is_far_away, place_far_away
 from sglang_sbs.scheduling.policies.adaptive.hold_guard import HoldGuard, place_at_once
 from sglang_sbs.scheduling.policies.adaptive.lineup import Lineup, PlannedStarts
 from sglang_sbs.scheduling.policies.adaptive.long_prompts import LongPrompts
@@ -138,8 +139,14 @@ class AdaptiveTrigger(PrefillPolicy):
             return Plan(wake_s=self._retry_s)
         self._offered.measure(instances, now_s)
         self._lineup.refresh()
-        if self._sends_at_once(queue, now_s):
+        holds_not = self._sends_at_once(queue, now_s)
+        if is_far_away(self._learned, now_s):
             self._planned_s = self._view = None
+            self.opening = Opening.FAR_AWAY
+            return place_far_away(self._learned, queue, instances, admissible, self._eta, now_s)
+        if holds_not:
+            self._planned_s = self._view = None
+            self.opening = Opening.AT_ONCE
             return place_at_once(queue, instances, admissible, self._eta, now_s)
         self._view = view = observe(self._learned, queue, instances, admissible, now_s)
         openings = open_passes(view)

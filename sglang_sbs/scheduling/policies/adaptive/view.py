@@ -43,16 +43,6 @@ class Learned(NamedTuple):
         """Longest hold of a request, in seconds."""
         return max(self.max_hold_s, TUNING.most_hold_passes * self.interval.mean_forward_s)
 
-    def passes_away(self, waiting_tokens: int) -> int:
-        """Return how many passes an instance begins until a request that is sent now is in one.
-
-        Above 1, holding gains nothing: the state at the end of a pass does not help a request that
-        will be in a later one, and one batch per pass would be one per latency. The result is 2 or
-        more from a latency of one pass, or of half a pass if more waits than all instances can take
-        in a pass."""
-        passes = self.interval.lone_s / self.interval.mean_forward_s
-        return 1 + int(passes + (TUNING.slack * waiting_tokens >= self.offered.capacity_tokens) / 2)
-
 
 class View(NamedTuple):
     """Snapshot of the cluster, the queue and the learned times at one decision."""
@@ -81,9 +71,6 @@ class View(NamedTuple):
     urgent: bool
     """Whether no batch may leave early, because an urgent request that arrives later would miss the
     next pass."""
-    passes_away: int
-    """Passes that an instance begins until a request sent now is in one
-    (:meth:`Learned.passes_away`)."""
     starts: Starts
     """Start of a batch sent now, on each instance."""
 
@@ -136,6 +123,5 @@ def observe(
         long.leave_early(instances) if by_forecast else (),
         overdue or not long.uneven_chunks,
         not by_forecast and learned.urgency.matters(now_s),
-        learned.passes_away(queue.tokens),
         lineup.starts(at),
     )
