@@ -52,7 +52,7 @@ class NetworkLatency:
         self._flights: deque[float] = deque(maxlen=_SAMPLES)
         """Seconds since dispatch of the last requests that missed a launch."""
         self._seen_s = 0.0
-        """Upper decile of ``_flights``: a batch that was sent just before the launch shows
+        """Upper quartile of ``_flights``: a batch that was sent just before the launch shows
         little."""
         self._seen_at_s = -math.inf
         """Time of the last of ``_flights``."""
@@ -63,7 +63,7 @@ class NetworkLatency:
         (``in_flight_s``; 0: none missed it). The latency of that request is longer."""
         if in_flight_s > 0:
             self._flights.append(min(in_flight_s, _MOST_S))
-            self._seen_s = sorted(self._flights)[len(self._flights) * 9 // 10]
+            self._seen_s = sorted(self._flights)[len(self._flights) * 3 // 4]
             self._seen_at_s = now_s
 
     def away_s(self, now_s: float) -> float:
