@@ -30,6 +30,16 @@ def test_engines_stay_far_away_while_requests_are_seen_on_their_way():
     assert latency.away_s(120.0) == 0.25
 
 
+def test_a_network_that_became_faster_is_near_again_after_half_a_minute():
+    latency = NetworkLatency(assumed_s=0.02)
+    for at_s in range(20):
+        latency.on_flight(0.3, now_s=at_s)
+    latency.on_flight(0.005, now_s=45.0)
+    assert latency.away_s(45.0) == 0.3
+    latency.on_flight(0.005, now_s=55.0)
+    assert latency.away_s(55.0) == latency.lone_s
+
+
 def test_requests_that_were_on_their_way_long_ago_are_forgotten():
     latency = NetworkLatency(assumed_s=0.02)
     latency.on_flight(0.25, now_s=0.0)

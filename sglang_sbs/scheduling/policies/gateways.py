@@ -48,7 +48,7 @@ class CacheAware(RandomRank):
 
     def on_topology_change(self, instances: Instances) -> None:
         """Drop the oldest trees of workers that are not up: at most as many stay as workers are up.
-        With service discovery every pod has a name of its own, and a tree takes 25 MB."""
+        With service discovery every pod has a name of its own."""
         up = {instance.worker for instance in instances}
         down = [name for name in self._trees if name not in up]
         for name in down[: max(0, len(down) - len(up))]:

@@ -151,6 +151,7 @@ class Tuning(Memories):
     """The same from ``busy_load`` on: with requests waiting at every launch, a late one runs two
     passes later."""
     busy_load: float = 0.6
+    """A value of :attr:`.OfferedLoad.load`."""
 
     # The load (``offered_load``) and idle instances (``idle_turns``).
     least_window_s: float = 3.0

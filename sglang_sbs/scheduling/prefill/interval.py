@@ -49,29 +49,29 @@ class NetworkLatency:
         sent and accepted one by one."""
         self._samples: deque[tuple[float, float, int]] = deque(maxlen=_SAMPLES)
         """Samples as (time, latency, batch size), oldest first."""
-        self._flights: deque[float] = deque(maxlen=_SAMPLES)
-        """Seconds since dispatch of the last requests that missed a launch."""
+        self._flights: deque[tuple[float, float]] = deque(maxlen=_SAMPLES)
+        """The last requests that missed a launch, as (time, seconds since dispatch)."""
         self._seen_s = 0.0
-        """Upper quartile of ``_flights``: a batch that was sent just before the launch shows
-        little."""
-        self._seen_at_s = -math.inf
-        """Time of the last of ``_flights``."""
+        """Upper quartile of the seconds in ``_flights``: a batch that was sent just before the
+        launch shows little."""
         self._now_s: float | None = None
 
     def on_flight(self, in_flight_s: float, now_s: float) -> None:
         """Add the time for which a request has been on its way at a launch that it missed
         (``in_flight_s``; 0: none missed it). The latency of that request is longer."""
         if in_flight_s > 0:
-            self._flights.append(min(in_flight_s, _MOST_S))
-            self._seen_s = sorted(self._flights)[len(self._flights) * 3 // 4]
-            self._seen_at_s = now_s
+            self._flights.append((now_s, min(in_flight_s, _MOST_S)))
+            while self._flights[0][0] < now_s - _FRESH_S:
+                self._flights.popleft()
+            ordered = sorted([seconds for _, seconds in self._flights])
+            self._seen_s = ordered[len(ordered) * 3 // 4]
 
     def away_s(self, now_s: float) -> float:
         """Return the latency of a lone request in seconds, at least the time for which batches were
         lately seen on their way. Unlike L_net it does not fall without samples."""
-        if now_s - self._seen_at_s > _FRESH_S:
-            return self.lone_s
-        return max(self.lone_s, self._seen_s)
+        if self._flights and now_s - self._flights[-1][0] <= _FRESH_S:
+            return max(self.lone_s, self._seen_s)
+        return self.lone_s
 
     def observe(
         self, latencies_s: Sequence[float], now_s: float, requests: Sequence[int] = ()

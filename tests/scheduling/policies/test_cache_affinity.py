@@ -401,3 +401,14 @@ def test_a_request_costs_what_its_pass_takes():
     request = Request("r", 1, 900, None, 0.0, 60.0)
     expected_s = it.model.predict_s([900, 0, 0, 0], [900**2 / 2, 0, 0, 0])
     assert decision.best_on(request, it).cost_s == pytest.approx(expected_s)
+
+
+def test_far_away_engines_get_requests_at_once_and_where_the_prefix_is():
+    it = cluster(prefill=1)
+    it.scheduler.interval.on_flight(0.3, it.now_s)
+    stored(it, "p0", 1, PREFIX)
+    # Rank 0 would have fewer tokens to compute, and eta would choose it.
+    (other,) = arrive(it, "other", 1700, [*PREFIX, *range(600, 690)])
+    (dispatch,) = arrive(it, "r", 810, [*PREFIX, 500])
+    assert [d.prefill_rank for d in (other, dispatch)] == [1, 1]
+    assert "L_net" in dispatch.reason

@@ -139,14 +139,12 @@ class AdaptiveTrigger(PrefillPolicy):
             return Plan(wake_s=self._retry_s)
         self._offered.measure(instances, now_s)
         self._lineup.refresh()
-        holds_not = self._sends_at_once(queue, now_s)
-        if is_far_away(self._learned, now_s):
+        at_once, far_away = self._sends_at_once(queue, now_s), is_far_away(self._learned, now_s)
+        if at_once or far_away:
             self._planned_s = self._view = None
-            self.opening = Opening.FAR_AWAY
-            return place_far_away(self._learned, queue, instances, admissible, self._eta, now_s)
-        if holds_not:
-            self._planned_s = self._view = None
-            self.opening = Opening.AT_ONCE
+            self.opening = Opening.FAR_AWAY if far_away else Opening.AT_ONCE
+            if far_away:
+                return place_far_away(self._learned, queue, instances, admissible, self._eta, now_s)
             return place_at_once(queue, instances, admissible, self._eta, now_s)
         self._view = view = observe(self._learned, queue, instances, admissible, now_s)
         openings = open_passes(view)
