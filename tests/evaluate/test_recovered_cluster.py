@@ -2,67 +2,28 @@
 
 from __future__ import annotations
 
-import inspect
-import random
-
+import evaluate_rig
 import msgspec
 import pytest
+from evaluate_rig import arrivals, ran
 
 from sglang_sbs.evaluate.fitting.calibration import calibrate, fit_cost
 from sglang_sbs.evaluate.fitting.recording import read_recording
-from sglang_sbs.scheduling import Scheduler, SchedulerConfig
-from sglang_sbs.scheduling.eventlog import EventLogWriter
-from sglang_sbs.simulator import ClusterSpec, PassCost, simulate
-from sglang_sbs.simulator.cluster import simulation
+from sglang_sbs.simulator import ClusterSpec
 
-SPEC = ClusterSpec(
-    cost=PassCost(fixed_s=0.2, mean_s=1.3e-4, max_s=2.7e-4, pair_s=5e-8),
-    prefill_instances=3,
-    dp_size=2,
-    chunk_tokens=1024,
-    decode_dp_size=2,
-    overlap=True,
-    dispatch_latency_s=0.012,
-    gang_jitter=0.4,
-    dispatch_jitter=0.1,
-    launch_gap_s=0.025,
-    prepare_s=0.006,
-    first_token_s=0.05,
-    feedback_latency_s=0.004,
-    decode_s=0.16,
-    max_new_tokens=8,
+SPEC = msgspec.structs.replace(
+    evaluate_rig.SPEC, gang_jitter=0.4, gang_gate_s=0.0, dispatch_jitter=0.1, pass_jitter=0.0
 )
 
 
-def arrivals(seed: int, qps: float = 18.0, requests: int = 400):
-    rng = random.Random(seed)
-    out, now_s = [], 0.0
-    for _ in range(requests):
-        now_s += rng.expovariate(qps)
-        out.append((now_s, 1 + int(rng.betavariate(1, 2) * 1024)))
-    return out
-
-
 @pytest.fixture
-def record(tmp_path, monkeypatch):
-    """Run a simulation and write the event log a router would have written."""
+def record(tmp_path):
+    """Run a simulation, and read the event log that a router would have written."""
 
     def run(policy: str, seed: int, spec: ClusterSpec = SPEC):
-        config = SchedulerConfig(policy=policy, n_limit=10**6)
-        writer = EventLogWriter(tmp_path / f"{policy}-load0.6-seed{seed}.events", config)
-
-        class Recorded(Scheduler):
-            def handle(self, event, now_s):
-                commands = super().handle(event, now_s)
-                writer.write(now_s, event, commands)
-                return commands
-
-        monkeypatch.setattr(simulation, "Scheduler", Recorded)
-        outcome = simulate(arrivals(seed), config, spec)
-        monkeypatch.undo()
-        close = writer.close()
-        assert not inspect.isawaitable(close)
-        return outcome, read_recording(tmp_path / f"{policy}-load0.6-seed{seed}.events")
+        log = tmp_path / f"{policy}-load0.6-seed{seed}.events"
+        outcome = ran(policy, arrivals(seed, qps=18.0, requests=400), spec, log)
+        return outcome, read_recording(log)
 
     return run
 

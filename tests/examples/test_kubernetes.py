@@ -113,12 +113,7 @@ def folder_of_keys(template: dict[str, Any]) -> list[str]:
     return [item["path"] for item in keys["items"]]
 
 
-# Keys ---------------------------------------------------------------------------------------------
-
-
-def test_the_key_of_the_control_plane_is_on_no_command_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_command_line_has_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = {entry["name"]: entry for entry in container(router())["env"]}
     secret = [name for name, entry in given.items() if "secretKeyRef" in entry.get("valueFrom", ())]
     assert secret == ["CONTROL_PLANE_KEY"]

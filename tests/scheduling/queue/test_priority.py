@@ -1,4 +1,4 @@
-"""Limits on waiting: priorities and SLOs move a request by a bounded time, and nobody starves."""
+"""Limits on waiting: priorities and SLOs move a request by a bounded time only."""
 
 from __future__ import annotations
 
