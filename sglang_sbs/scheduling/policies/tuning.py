@@ -130,9 +130,9 @@ class Tuning(Memories):
     """Replaces ``guard_trial_passes`` for the lead's estimate from split batches alone. On a busy
     host the intake takes seconds to work off the batches of a trial, so the trial ends at the
     first split ones."""
-    guard_most_load: float = 0.75
-    """Load from which on the guard does not switch holding off: near capacity it is worth more that
-    batches fill passes than that they arrive whole."""
+    guard_most_load: float = 0.5
+    """Load from which on requests are held even if batches do not arrive whole: with requests
+    waiting at every launch, each pass would be formed a pass ahead (docs/lab/simulations.md)."""
     guard_first_s: float = 40.0
     """Seconds for which holding stays off at first; doubled after each failed trial."""
     guard_most_s: float = 160.0
@@ -150,7 +150,7 @@ class Tuning(Memories):
     far_passes_busy: float = 0.5
     """The same from ``busy_load`` on: with requests waiting at every launch, a late one runs two
     passes later."""
-    busy_load: float = 0.6
+    busy_load: float = 0.65
     """A value of :attr:`.OfferedLoad.load`."""
 
     # The load (``offered_load``) and idle instances (``idle_turns``).

@@ -4,7 +4,8 @@ The requests of a batch are sent at the same moment. On a host without spare CPU
 serial intake, the last of n requests is accepted n times later than a lone one. Then the launch
 splits the batch, and the dispatch lead (:mod:`.dispatch_lead`) grows. When the lead exceeds the
 latency of a lone request by ``Tuning.guard_enter_passes``, holding costs more than it gains. The
-guard then switches to immediate placement by predicted finish (``eta``).
+guard then switches to immediate placement by predicted finish (``eta``), but only below
+``Tuning.guard_most_load``.
 
 Without batches there is no evidence that batches would arrive whole again. So holding is tried
 again after a while, and after twice as long each time that the trial fails.

@@ -80,6 +80,8 @@ class AdaptiveTrigger(PrefillPolicy):
         self._lead = DispatchLead()
         self._eta = Eta(interval, knows_caches=True)
         self.guard = HoldGuard()
+        self.holding = True
+        """Whether requests may be held; False while batches do not arrive whole."""
         self._retry_s = float("-inf")
         self._moment: CacheAffinity | None = None
         self._view: View | None = None
@@ -172,21 +174,16 @@ class AdaptiveTrigger(PrefillPolicy):
     def note_waiting(self, request: Request, now_s: float) -> None:
         note_opening(request, self._view, now_s)
 
-    @property
-    def holding(self) -> bool:
-        """Whether requests may be held; False while batches do not arrive whole."""
-        return not self.guard.on
-
     def _sends_at_once(self, queue: RequestQueue, now_s: float) -> bool:
+        self.holding = True
+        if self._offered.load >= TUNING.guard_most_load:
+            return False
         lone_s, pass_s = self._interval.lone_s, self._interval.mean_forward_s
         split_s = self._lead.left_behind_s - lone_s
         if self.guard.update((self.lead_s - lone_s) / pass_s, split_s / pass_s, now_s):
             self._lead.forget()
-        return (
-            self.guard.on
-            and self._offered.load < TUNING.guard_most_load
-            and queue.tokens < self._offered.capacity_tokens
-        )
+        self.holding = not self.guard.on
+        return self.guard.on and queue.tokens < self._offered.capacity_tokens
 
     def _later(self, view: View, wake_s: float, division: Division, deferred: int) -> Plan:
         if max(deferred, len(division.homes)) >= TUNING.most_deferred:
