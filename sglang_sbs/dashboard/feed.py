@@ -65,6 +65,7 @@ class LocalFeed:
         trial: Callable[[], dict[str, Any] | None] = lambda: None,
         frame_s: float = 0.2,
         linger_s: float = 15.0,
+        retry_s: float = 10.0,
     ) -> None:
         """Create a feed.
 
@@ -73,7 +74,8 @@ class LocalFeed:
         - ``lead``: returns which of several schedulers this is; None for a single one.
         - ``trial``: returns the state of a trial of two policies; None without a trial.
         - ``frame_s``: the interval of frames.
-        - ``linger_s``: how long a recorder stays without a watcher."""
+        - ``linger_s``: how long a recorder stays without a watcher.
+        - ``retry_s``: how long after an exception a recorder that stays is replaced."""
         self._pump = pump
         self._record = partial(
             DashboardRecorder,
@@ -84,11 +86,12 @@ class LocalFeed:
         )
         self._lead = lead
         self._trial = trial
-        self.frame_s, self._linger_s = frame_s, linger_s
+        self.frame_s, self.retry_s, self._linger_s = frame_s, retry_s, linger_s
         self.recorder: DashboardRecorder | None = None
         self.watchers: dict[Stop, Take] = {}
         self._ticker: asyncio.Task[None] | None = None
         self._stays = False
+        self._retry: asyncio.TimerHandle | None = None
 
     def stay(self) -> None:
         self._stays = True
@@ -132,6 +135,15 @@ class LocalFeed:
         if self._ticker is not None:
             self._ticker.cancel()
         self._ticker = None
+        if self._retry is not None:
+            self._retry.cancel()
+        self._retry = None
+
+    def _failed(self) -> None:
+        """Close after an exception. A recorder that stays is replaced by a new one."""
+        self.close()
+        if self._stays:
+            self._retry = asyncio.get_running_loop().call_later(self.retry_s, self._attach)
 
     def _observe(self, event: Event, commands: Sequence[Command], now_s: float) -> None:
         try:
@@ -139,7 +151,7 @@ class LocalFeed:
                 self.recorder.observe(event, commands, now_s)
         except Exception:
             logger.exception("the dashboard failed on %r and is closed", type(event).__name__)
-            self.close()
+            self._failed()
 
     async def _tick(self) -> None:
         idle_s = 0.0
@@ -158,7 +170,9 @@ class LocalFeed:
                 payload = self._encode(recorder.frame(now_s))
             except Exception:
                 logger.exception("the dashboard failed and is closed")
-                break
+                self._ticker = None
+                self._failed()
+                return
             for take in list(self.watchers.values()):
                 take(payload, False)
         self._ticker = None

@@ -48,6 +48,7 @@ from sglang_sbs.engine.config import DEFAULT_GATE_MS
 from sglang_sbs.engine.gang_board import MOST_RANKS, Board, SocketBoard, Word
 from sglang_sbs.engine.gang_gather import GatherBoard
 from sglang_sbs.engine.gang_team import FirstProcess, OnlyProcess, OtherProcess, in_handshake
+from sglang_sbs.engine.recent_errors import RecentErrors
 from sglang_sbs.engine.room_status import TAKEN_IN
 from sglang_sbs.wire.endforward import GATE_ALONE, GATE_ERRORS, GATE_UNSUPPORTED
 from sglang_sbs.wire.gangs import GangPart, is_sized, part_of_room
@@ -123,7 +124,7 @@ class GangHold:
         self._attached = False
         self._off = self._limit_s == 0
         self._is_supported = True
-        self._errors = 0
+        self._errors = RecentErrors(MAX_ERRORS)
         self._turn = self._result_turn = FIRST_TURN
         """Number of the current turn; ``_result_turn``: latest turn in which a pass ended before
         the look at the queue."""
@@ -143,7 +144,7 @@ class GangHold:
 
     def fault(self) -> str:
         """Return the fault of the gate as a value of ``EndForward.gang_gate``; empty: none."""
-        if self._errors >= MAX_ERRORS:
+        if self._errors.too_many:
             return GATE_ERRORS
         if not self._is_supported:
             return GATE_UNSUPPORTED
@@ -372,10 +373,10 @@ class GangHold:
     def _failed(self) -> None:
         """Handle an exception of the gate, after which SGLang continues as if no request were
         held."""
-        self._errors += 1
-        if self._errors == 1:
+        self._errors.add(self._clock())
+        if self._errors.count == 1:
             logger.warning("batch gate: first error; batches may start incomplete", exc_info=True)
-        if self._errors >= MAX_ERRORS:
+        if self._errors.too_many:
             self._off = True
             self._ranks.close()
             self._team.board.close()

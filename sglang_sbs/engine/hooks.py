@@ -7,7 +7,7 @@ Order within one pass (``managers/scheduler.py``, ``disaggregation/{prefill,deco
                                ``forward``, then let SGLang process the result
     on_idle()                  before: send ``idle`` once, then changes and heartbeats
 
-Errors in here are counted, never raised; after ``MAX_ERRORS`` the hook is off."""
+Errors in here are counted, never raised; after ``MAX_ERRORS`` in an hour the hook is off."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from sglang_sbs.engine import collect
 from sglang_sbs.engine.collect import LaunchedPass, SchedulerReader
 from sglang_sbs.engine.config import HookConfig, join_tcp, split_tcp
 from sglang_sbs.engine.publish import BindError, Publisher
+from sglang_sbs.engine.recent_errors import RecentErrors
 from sglang_sbs.wire.endforward import (
     MAX_RIDS,
     Accepted,
@@ -71,7 +72,7 @@ class RankHook:
         self._open_sink = open_sink
         self._clock = clock
         self.off = False
-        self.errors = 0
+        self._errors = RecentErrors(MAX_ERRORS)
         self._reader: SchedulerReader | None = None
         self._sink: Publisher | None = None
         self._accepted: list[Accepted] = []
@@ -279,7 +280,7 @@ class RankHook:
         draft.rids = [request.rid for request in accepted]
         draft.started = list(started[:MAX_RIDS])
         draft.finished = list(reported.finished[:MAX_RIDS]) if kind == "forward" else []
-        draft.hook_errors, draft.gang_gate = self.errors, self._gang_gate()
+        draft.hook_errors, draft.gang_gate = self._errors.count, self._gang_gate()
         self._sink.send(encode_endforward(draft))
         draft.seq += 1
         del self._accepted[:MAX_RIDS]
@@ -288,12 +289,12 @@ class RankHook:
 
     def _failed(self) -> None:
         error = sys.exc_info()[1]
-        self.errors += 1
+        self._errors.add(self._clock())
         if isinstance(error, BindError):
             self._turn_off(str(error))
-        elif self.errors >= MAX_ERRORS:
-            self._turn_off(f"{MAX_ERRORS} errors, the last one: {error!r}")
-        elif self.errors == 1:
+        elif self._errors.too_many:
+            self._turn_off(f"{MAX_ERRORS} errors within an hour, the last one: {error!r}")
+        elif self._errors.count == 1:
             logger.warning("EndForward hook: first error (the engine goes on)", exc_info=True)
 
     def _turn_off(self, why: str) -> None:

@@ -10,6 +10,7 @@ from engine_fakes import Batch, Clock, Mode, Rank, Req, Role, Scheduler, Sink, c
 
 from sglang_sbs.engine.hooks import MAX_ERRORS, RankHook
 from sglang_sbs.engine.publish import BindError
+from sglang_sbs.engine.recent_errors import RecentErrors
 from sglang_sbs.wire.endforward import MAX_RIDS, Accepted, KvAddress
 
 
@@ -205,10 +206,20 @@ def test_errors_never_reach_the_engine_and_end_the_hook(caplog: pytest.LogCaptur
             rank.overlap_turn(rank.scheduler.cut_batch())
     assert len(rank.scheduler.processed) == 30
     assert rank.hook.off
-    assert rank.hook.errors == MAX_ERRORS
+    assert rank.hook._errors.count == MAX_ERRORS
     assert rank.sink.closed
     assert len([r for r in caplog.records if r.levelno >= logging.ERROR]) == 1
     assert len(caplog.records) == 2
+
+
+def test_errors_that_are_hours_apart_do_not_end_a_hook() -> None:
+    errors = RecentErrors(3)
+    for hour in range(10):
+        errors.add(3600.0 * hour)
+        errors.add(3600.0 * hour + 1)
+    assert (errors.count, errors.too_many) == (20, False)
+    errors.add(3600.0 * 9 + 2)
+    assert errors.too_many
 
 
 def test_some_errors_are_counted_in_the_messages() -> None:
@@ -234,7 +245,7 @@ def test_exceptions_of_the_engine_pass_through() -> None:
         rank.hook.around_run_batch(fails, rank.scheduler, batch)
     with pytest.raises(ValueError, match="out of memory"):
         rank.hook.around_process_batch_result(fails, rank.scheduler, batch, None)
-    assert rank.hook.errors == 0
+    assert rank.hook._errors.count == 0
 
 
 def test_a_socket_that_cannot_be_opened_is_one_log_line(caplog: pytest.LogCaptureFixture) -> None:

@@ -23,11 +23,13 @@ def json_answer(
     return web.Response(status=status, body=body, content_type="application/json", headers=headers)
 
 
-async def read_object(request: web.Request, bodies: Bodies) -> dict[str, Any]:
+async def read_object(
+    request: web.Request, bodies: Bodies, most_bytes: int = MAX_BODY_BYTES
+) -> dict[str, Any]:
     """Read a JSON object. Raises: RouterError: 400, it is invalid; 408, it is late; 413 or 503, it
     is too large."""
     with bodies.share() as share:
-        return json_object(await share.read(request, MAX_BODY_BYTES))
+        return json_object(await share.read(request, most_bytes))
 
 
 def json_object(raw: bytes | bytearray) -> dict[str, Any]:

@@ -22,6 +22,9 @@ from sglang_sbs.scheduling.policy_registry import policy_names
 
 _BODIES_BYTES = 2 << 20
 """Limit on the request bodies of these endpoints together."""
+_TRIAL_BYTES = 8 << 10
+"""Limit on the body that begins a trial, a few hundred bytes. A message to the scheduler's process
+holds eight times as much: numbers may get longer when they are encoded again."""
 _MOST_NAME_CHARS = 512
 
 
@@ -70,7 +73,7 @@ class Scheduling:
 
     async def begin_trial(self, request: web.Request) -> web.StreamResponse:
         """Begin a trial, and respond as ``GET`` once its first slot has begun."""
-        body = await read_object(request, self._bodies)
+        body = await read_object(request, self._bodies, _TRIAL_BYTES)
         return json_answer(await self._scheduler.trial("begin", body))
 
     async def end_trial(self, _request: web.Request) -> web.StreamResponse:

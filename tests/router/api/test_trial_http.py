@@ -86,6 +86,13 @@ async def test_a_body_that_is_no_trial_begins_none(body: Any) -> None:
         assert c.server.scheduler.policy.state.switches == 0
 
 
+async def test_a_body_that_is_too_large_for_a_trial_is_refused() -> None:
+    async with cluster(real=True, prefill=0, decode=0, wait=False) as c:
+        status, answer = await ask(c, "POST", {"baseline": "e" * 9000})
+        assert status == 413
+        assert "8192" in answer["error"]["message"]
+
+
 async def test_slots_alternate_under_load_and_every_request_ends_once() -> None:
     async with cluster(real=True, prefill=2, decode=2) as c:
         arrived: Counter[str] = Counter()
