@@ -1,9 +1,8 @@
-"""A pass-cost model from what engines reported, or from layers timed on a GPU."""
+"""Fits a pass-cost model to what engines reported."""
 
 from __future__ import annotations
 
 import argparse
-import math
 import shlex
 import statistics
 import sys
@@ -30,12 +29,8 @@ from sglang_sbs.simulator.cluster.cost import CostError, PassCost
 from tools.cpu_engine.virtual_gpu import VirtualGpuCost
 
 _EPILOG = """\
-Two sources:
-
-  logs     event logs of a router (--sbs-event-log FILE), which knows every prompt's length, or of
-           sglang-sbs observe, beside any router. The engines have the plugin.
-  a GPU    --gpu: DeepSeek-V3-shaped layers in plain torch on one GPU, for the share of the work it
-           has at --tp, --dp and --ep. Without communication, which one GPU cannot show.
+LOG is an event log of a router (--sbs-event-log FILE), which knows every prompt's length, or of
+sglang-sbs observe, beside any router. The engines have the plugin.
 
 The cost is T = fixed_s + mean_s * mean(tokens) + max over ranks of (max_s * tokens
 + pair_s * attention pairs + request_s * requests). The file goes to sglang-sbs simulate --cost
@@ -46,14 +41,13 @@ tokens cost nothing, is shown but not written: exit code 1.
 
 examples:
   scripts/calibrate out/router.events --out cost.json
-  scripts/calibrate --gpu --tp 32 --dp 8 --ep 32 --out h800.json
 """
 _LIMIT = 0.10
 """Largest accepted error in the median of passes that a fit has not seen."""
 _BETTER = """\
 What helps: passes of different sizes (different prompts, loads from light to full), more of them
-(longer or more LOG files, --passes, --repeats), and engines with the machine for
-themselves. --force takes the fit as it is."""
+(longer or more LOG files), and engines with the machine for themselves. --force takes the fit as it
+is."""
 
 
 class CalibrationFile(msgspec.Struct, kw_only=True):
@@ -72,30 +66,11 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "scripts/calibrate", "Fit the cost of a prefill pass, with errors.", _EPILOG
     )
     add = parser.add_argument
-    add("logs", nargs="*", type=Path, metavar="LOG", help="event logs")
+    add("logs", nargs="+", type=Path, metavar="LOG", help="event logs")
     add("--out", type=Path, metavar="FILE", help="write cost, errors and provenance there")
     add("--force", action="store_true", help="write --out even if the fit is poor; exit code 0")
     add("--note", default="", help="for the provenance: which cluster this is")
-    gpu = parser.add_argument_group("a GPU").add_argument
-    gpu("--gpu", action="store_true", help="time layers on this machine")
-    gpu("--device", default="cuda", help="torch's name of it; cpu works, slowly (cuda)")
-    gpu("--shape", choices=("deepseek-v3", "tiny"), default="deepseek-v3", help="(deepseek-v3)")
-    gpu("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    gpu("--tp", type=int, help="GPUs per instance (32)")
-    gpu("--dp", type=int, help="DP ranks per instance (8)")
-    gpu("--ep", type=int, help="expert-parallel size (32)")
-    gpu("--chunk", type=int, default=3072, help="tokens per rank and pass, at most (3072)")
-    gpu("--passes", type=int, default=80, help="different passes (80)")
-    gpu("--repeats", type=int, default=5, help="of each measurement; the median counts (5)")
-    options = parser.parse_args(arguments)
-    if bool(options.logs) == options.gpu:
-        parser.error("give one source: LOG files or --gpu")
-    for name in ("chunk", "passes", "repeats"):
-        if not 0 < getattr(options, name) < math.inf:
-            parser.error(f"--{name} must be more than 0")
-    if options.gpu and options.passes < LEAST_PASSES:
-        parser.error(f"--passes must be {LEAST_PASSES} or more: a fit is tried on unseen passes")
-    return options
+    return parser.parse_args(arguments)
 
 
 def read_passes(paths: Sequence[Path]) -> list[RecordedPass]:
@@ -149,45 +124,6 @@ def virtual_gpu_cost(cost: PassCost, passes: Sequence[RecordedPass]) -> VirtualG
     )
 
 
-# Sources ----------------------------------------------------------------------------------------
-
-
-def _gpu(
-    options: argparse.Namespace, console: Console
-) -> tuple[list[RecordedPass], dict[str, Any]]:
-    try:
-        import torch
-    except ImportError:
-        raise CostError("--gpu needs torch: pip install torch") from None
-    from benchmarks.calibrate import gpu_layers
-
-    if options.device.startswith("cuda") and not torch.cuda.is_available():
-        raise CostError("torch sees no GPU here; --device cpu --shape tiny shows how it works")
-    base = gpu_layers.TINY if options.shape == "tiny" else gpu_layers.LayerShape()
-    given = {n: getattr(options, n) for n in ("tp", "dp", "ep") if getattr(options, n) is not None}
-    shape = msgspec.structs.replace(base, **given)
-    dtype = getattr(torch, options.dtype)
-    layers = gpu_layers.Layers(shape, options.device, dtype)
-
-    def show(done: int) -> None:
-        if done % 10 == 0:
-            console.print(f"  {done} of {options.passes} passes timed", style="dim")
-
-    passes = gpu_layers.measured_passes(
-        layers, options.chunk, options.passes, options.repeats, show
-    )
-    facts = {
-        **gpu_layers.about(options.device, dtype),
-        "shape": msgspec.structs.asdict(shape),
-        "chunk_tokens": options.chunk,
-        "not_in_it": "communication between GPUs; kernels better than torch's",
-    }
-    return passes, facts
-
-
-# Saying it --------------------------------------------------------------------------------------
-
-
 def print_fit(found: CalibrationFile, console: Console) -> None:
     errors = found.errors
     table = Table("term", "seconds", "standard error", title="cost of a prefill pass")
@@ -232,13 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.out is not None:
             make_writable(options.out)
-        if options.gpu:
-            passes, more = _gpu(options, console)
-            facts |= {"source": "layers timed on one device", **more}
-        else:
-            passes = read_passes(options.logs)
-            facts["source"] = "logs"
-        found = calibrated(passes, facts)
+        found = calibrated(read_passes(options.logs), facts)
     except (RuntimeError, OSError, ValueError) as error:
         console.print(f"{error}", style="red", markup=False)
         return 2

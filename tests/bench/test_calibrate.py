@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.calibrate.command import main, parse_arguments, virtual_gpu_cost
+from benchmarks.calibrate.command import main, virtual_gpu_cost
 from sglang_sbs.evaluate.fitting.calibration import fit_cost
 from sglang_sbs.evaluate.fitting.recording import RecordedPass
 from sglang_sbs.scheduling import ForwardEnded, RequestArrived, SchedulerConfig
@@ -198,58 +198,3 @@ def test_too_few_passes_are_refused_with_their_number(tmp_path: Path, capsys):
     assert "longer or more LOG files" in said
     assert not out.exists()
     assert main([logged(tmp_path / "run.events", 30), "--out", str(out)]) == 0
-
-
-# From layers ------------------------------------------------------------------------------------
-
-
-def test_layers_are_timed_on_a_cpu_too(tmp_path: Path):
-    pytest.importorskip("torch")
-    out = tmp_path / "tiny.json"
-    flags = ["--gpu", "--device", "cpu", "--shape", "tiny", "--dtype", "float32"]
-    flags += ["--chunk", "128", "--passes", "30", "--repeats", "1", "--out", str(out)]
-    # Forced: on a machine with other work, times of tiny layers say nothing.
-    assert main([*flags, "--force"]) == 0
-    content = json.loads(out.read_text())
-    assert any(content["cost"].values())
-    provenance = content["provenance"]
-    assert provenance["command"].startswith("scripts/calibrate --gpu --device cpu")
-    assert provenance["shape"]["experts"] == 8
-    assert provenance["dtype"] == "float32"
-    assert {"torch", "device", "date", "chunk_tokens"} <= set(provenance)
-
-
-def test_a_chunk_behind_a_context_attends_to_all_of_it():
-    torch = pytest.importorskip("torch")
-    from benchmarks.calibrate.gpu_layers import TINY, Layers, LayerShape
-
-    layers = Layers(TINY, "cpu", torch.float32)
-    layers.attention([(0, 7), (40, 3)])
-    layers.experts(tokens=20, rank_tokens=10)
-    layers.dense(10)
-    with pytest.raises(ValueError, match="--tp 3 must be a multiple of --dp 2"):
-        LayerShape(tp=3, dp=2)
-    with pytest.raises(ValueError, match="--ep 7 must divide"):
-        LayerShape(ep=7)
-
-
-@pytest.mark.parametrize(
-    ("flags", "what"),
-    [
-        ([], "give one source"),
-        (["a.events", "--gpu"], "give one source"),
-        (["--gpu", "--passes", "0"], "--passes must be more than 0"),
-        (["--gpu", "--passes", "29"], "--passes must be 30 or more"),
-    ],
-)
-def test_bad_flags_say_what_to_write(flags, what, capsys):
-    with pytest.raises(SystemExit):
-        parse_arguments(flags)
-    assert what in capsys.readouterr().err
-
-
-def test_a_file_that_is_no_event_log_is_refused(tmp_path: Path, capsys):
-    path = tmp_path / "x.jsonl"
-    path.write_text('{"received_s": 1.0}\n')
-    assert main([str(path)]) == 2
-    assert "x.jsonl" in " ".join(capsys.readouterr().out.split())

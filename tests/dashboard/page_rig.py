@@ -8,9 +8,9 @@ from typing import Any
 
 from playwright.async_api import Browser, Page, expect
 
-from benchmarks.synthetic_cluster import SyntheticCluster, WatchedScheduler
 from sglang_sbs.router.options.options import parse_flags
 from sglang_sbs.router.server import RouterServer
+from tools.pictures.synthetic_cluster import SyntheticCluster, WatchedScheduler
 
 PATIENCE_MS = 30_000
 

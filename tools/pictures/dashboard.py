@@ -16,10 +16,10 @@ from typing import Any
 from PIL import Image
 from playwright.async_api import async_playwright
 
-from benchmarks.synthetic_cluster import SyntheticCluster, WatchedScheduler
 from sglang_sbs.router.options.options import parse_flags
 from sglang_sbs.router.server import RouterServer
 from sglang_sbs.scheduling.explained.timelines import MOST_OVER
+from tools.pictures.synthetic_cluster import SyntheticCluster, WatchedScheduler
 
 _COLOURS = 256
 _SETTLE_S = 3.0

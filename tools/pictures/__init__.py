@@ -1,0 +1,1 @@
+"""Takes the pictures of the dashboard in docs/, of a simulated cluster."""
