@@ -9,8 +9,7 @@ from sglang_sbs.scheduling.events import InstanceId
 from sglang_sbs.scheduling.explained.decisions import MOST_LOOKS, BatchRecord, look_at, note
 from sglang_sbs.scheduling.policies.adaptive.openings import Openings
 from sglang_sbs.scheduling.policies.adaptive.view import OpenPass, View
-from sglang_sbs.scheduling.policies.tuning import TUNING
-from sglang_sbs.scheduling.reasons import Opening, Term, WaitReason
+from sglang_sbs.scheduling.reasons import Term, WaitReason
 from sglang_sbs.scheduling.request import Request
 
 Costs = Mapping[str, Mapping[InstanceId, float]]
@@ -44,7 +43,7 @@ def _record(view: View, openings: Openings, opening: OpenPass, costs_s: Costs) -
     term = Term.OVERDUE if view.overdue else term
     return BatchRecord(
         view.at.now_s,
-        _kind(view, opening),
+        opening.kind,
         Term.ONLY_ONE if len(view.instances) == 1 else term,
         looks,
         len(view.instances),
@@ -52,15 +51,6 @@ def _record(view: View, openings: Openings, opening: OpenPass, costs_s: Costs) -
         launch_s,
         costs_s=costs_s,
     )
-
-
-def _kind(view: View, opening: OpenPass) -> Opening:
-    """Return why the pass is open. For an instance that is about to be ready, that is the reason,
-    even if the queue exceeds its pass."""
-    at = view.at
-    is_near = at.forms_at_s(opening.instance) - at.now_s <= view.lead_s + TUNING.epsilon_s
-    is_full_ahead = opening.kind is Opening.FULL_AHEAD
-    return Opening.ABOUT_TO_END if is_full_ahead and is_near else opening.kind
 
 
 def note_opening(request: Request, view: View | None, now_s: float) -> None:

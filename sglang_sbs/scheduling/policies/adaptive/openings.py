@@ -110,9 +110,10 @@ def _opening(
         return _joining(view, instance)
     if instance.idle:
         return at.now_s, OpenPass(instance, Opening.IDLE)
-    if is_long:
-        return at.now_s, OpenPass(instance, Opening.FULL_AHEAD)
     forms_s = at.forms_at_s(instance)
+    if is_long:
+        is_near = forms_s - at.now_s <= view.lead_s + TUNING.epsilon_s
+        return at.now_s, OpenPass(instance, Opening.ABOUT_TO_END if is_near else Opening.FULL_AHEAD)
     if forms_s < at.arrives_s:
         forms_s = start_s  # too late for that pass
     return forms_s - view.lead_s, OpenPass(instance, Opening.ABOUT_TO_END)

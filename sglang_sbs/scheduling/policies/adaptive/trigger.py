@@ -141,7 +141,7 @@ class AdaptiveTrigger(PrefillPolicy):
             return Plan(wake_s=self._retry_s)
         self._offered.measure(instances, now_s)
         self._lineup.refresh()
-        at_once, far_away = self._sends_at_once(queue, now_s), is_far_away(self._learned, now_s)
+        at_once, far_away = self._sends_at_once(now_s), is_far_away(self._learned, now_s)
         if at_once or far_away:
             self._planned_s = self._view = None
             self.opening = Opening.FAR_AWAY if far_away else Opening.AT_ONCE
@@ -174,7 +174,7 @@ class AdaptiveTrigger(PrefillPolicy):
     def note_waiting(self, request: Request, now_s: float) -> None:
         note_opening(request, self._view, now_s)
 
-    def _sends_at_once(self, queue: RequestQueue, now_s: float) -> bool:
+    def _sends_at_once(self, now_s: float) -> bool:
         self.holding = True
         if self._offered.load >= TUNING.guard_most_load:
             return False
@@ -183,7 +183,7 @@ class AdaptiveTrigger(PrefillPolicy):
         if self.guard.update((self.lead_s - lone_s) / pass_s, split_s / pass_s, now_s):
             self._lead.forget()
         self.holding = not self.guard.on
-        return self.guard.on and queue.tokens < self._offered.capacity_tokens
+        return self.guard.on
 
     def _later(self, view: View, wake_s: float, division: Division, deferred: int) -> Plan:
         if max(deferred, len(division.homes)) >= TUNING.most_deferred:
