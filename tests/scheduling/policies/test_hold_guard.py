@@ -84,6 +84,26 @@ def test_one_busy_intake_for_all_ends_the_holding(intake_s: float, on: bool) -> 
     assert (not all(states)) == on
 
 
+def test_near_capacity_requests_are_held_whatever_the_guard_has_seen() -> None:
+    """With jitter the requests of a batch come apart as far as on a busy host."""
+    states: list[bool] = []
+    spec = ClusterSpec(
+        cost=COSTS["mixed"],
+        overlap=True,
+        dispatch_latency_s=0.1,
+        dispatch_jitter=0.15,
+        dispatch_serial_s=0.0005,
+        gang_gate_s=0.04,
+    )
+    simulate(
+        synthetic(171.0, 25.0, uniform_like(3000), 71),
+        scheduler_config("sbs", 71),
+        spec,
+        observe=lambda scheduler, now_s: states.append(scheduler.snapshot(now_s).holding),
+    )
+    assert all(states[len(states) // 2 :])
+
+
 def waiting(overlap: bool = True) -> tuple[PrefillInstance, Callable[[float], Plan]]:
     """An instance, and what is placed on it at a time while a request of 100 tokens waits."""
     instance = fresh(overlap=overlap)
