@@ -96,7 +96,7 @@ def test_near_capacity_requests_are_held_whatever_the_guard_has_seen() -> None:
         gang_gate_s=0.04,
     )
     simulate(
-        synthetic(171.0, 25.0, uniform_like(3000), 71),
+        synthetic(195.0, 22.0, uniform_like(3000), 71),
         scheduler_config("sbs", 71),
         spec,
         observe=lambda scheduler, now_s: states.append(scheduler.snapshot(now_s).holding),

@@ -142,8 +142,11 @@ def _joining(view: View, instance: PrefillInstance) -> tuple[float, OpenPass]:
 
 def _ahead(view: View) -> OpenSoFar:
     """Return the passes that :func:`lookahead` finds; none if no engine has overlap scheduling, the
-    next passes can take the whole queue, or an urgent request may come."""
-    learned, tokens = view.learned, view.queue.tokens
+    next passes can take the whole queue, or an urgent request may come. The arrivals of a dispatch
+    lead do not count: the queue holds them because of the way to the engine, not for want of
+    room."""
+    learned = view.learned
+    tokens = view.queue.tokens - round(learned.offered.token_rate * view.lead_s)
     if view.urgent or not learned.lineup.overlap or tokens < learned.lineup.room_tokens:
         return OpenSoFar(view.at.now_s)
     mean_tokens = learned.offered.mean_tokens
