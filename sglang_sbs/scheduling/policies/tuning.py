@@ -150,7 +150,7 @@ class Tuning(Memories):
     far_passes_busy: float = 0.5
     """The same from ``busy_load`` on: with requests waiting at every launch, a late one runs two
     passes later."""
-    busy_load: float = 0.65
+    busy_load: float = 0.62
     """A value of :attr:`.OfferedLoad.load`."""
 
     # The load (``offered_load``) and idle instances (``idle_turns``).
