@@ -72,7 +72,7 @@ class RankHook:
         self._open_sink = open_sink
         self._clock = clock
         self.off = False
-        self._errors = RecentErrors(MAX_ERRORS)
+        self.errors = RecentErrors(MAX_ERRORS)
         self._reader: SchedulerReader | None = None
         self._sink: Publisher | None = None
         self._accepted: list[Accepted] = []
@@ -280,7 +280,7 @@ class RankHook:
         draft.rids = [request.rid for request in accepted]
         draft.started = list(started[:MAX_RIDS])
         draft.finished = list(reported.finished[:MAX_RIDS]) if kind == "forward" else []
-        draft.hook_errors, draft.gang_gate = self._errors.count, self._gang_gate()
+        draft.hook_errors, draft.gang_gate = self.errors.count, self._gang_gate()
         self._sink.send(encode_endforward(draft))
         draft.seq += 1
         del self._accepted[:MAX_RIDS]
@@ -289,12 +289,12 @@ class RankHook:
 
     def _failed(self) -> None:
         error = sys.exc_info()[1]
-        self._errors.add(self._clock())
+        self.errors.add(self._clock())
         if isinstance(error, BindError):
             self._turn_off(str(error))
-        elif self._errors.too_many:
+        elif self.errors.too_many:
             self._turn_off(f"{MAX_ERRORS} errors within an hour, the last one: {error!r}")
-        elif self._errors.count == 1:
+        elif self.errors.count == 1:
             logger.warning("EndForward hook: first error (the engine goes on)", exc_info=True)
 
     def _turn_off(self, why: str) -> None:

@@ -8,13 +8,15 @@ WINDOW_S = 3600.0
 
 
 class RecentErrors:
+    """Counts the exceptions of a hook."""
+
     def __init__(self, most: int) -> None:
         """``most``: number of exceptions within ``WINDOW_S`` that is too many. Older ones do not
         matter: an engine runs for weeks."""
         self.count = 0
         """Number of exceptions so far."""
         self.too_many = False
-        """Whether the hook is off; stays True."""
+        """Whether there were too many; stays True."""
         self._most = most
         self._times_s: deque[float] = deque(maxlen=most)
 

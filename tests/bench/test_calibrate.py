@@ -198,3 +198,9 @@ def test_too_few_passes_are_refused_with_their_number(tmp_path: Path, capsys):
     assert "longer or more LOG files" in said
     assert not out.exists()
     assert main([logged(tmp_path / "run.events", 30), "--out", str(out)]) == 0
+
+
+def test_without_a_log_the_usage_is_printed(capsys):
+    with pytest.raises(SystemExit):
+        main([])
+    assert "LOG" in capsys.readouterr().err

@@ -206,7 +206,7 @@ def test_errors_never_reach_the_engine_and_end_the_hook(caplog: pytest.LogCaptur
             rank.overlap_turn(rank.scheduler.cut_batch())
     assert len(rank.scheduler.processed) == 30
     assert rank.hook.off
-    assert rank.hook._errors.count == MAX_ERRORS
+    assert rank.hook.errors.count == MAX_ERRORS
     assert rank.sink.closed
     assert len([r for r in caplog.records if r.levelno >= logging.ERROR]) == 1
     assert len(caplog.records) == 2
@@ -245,7 +245,7 @@ def test_exceptions_of_the_engine_pass_through() -> None:
         rank.hook.around_run_batch(fails, rank.scheduler, batch)
     with pytest.raises(ValueError, match="out of memory"):
         rank.hook.around_process_batch_result(fails, rank.scheduler, batch, None)
-    assert rank.hook._errors.count == 0
+    assert rank.hook.errors.count == 0
 
 
 def test_a_socket_that_cannot_be_opened_is_one_log_line(caplog: pytest.LogCaptureFixture) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from driver import Driver
 
 from sglang_sbs.scheduling import InstanceUp
-from sglang_sbs.scheduling.policies.adaptive.openings import lookahead
+from sglang_sbs.scheduling.policies.adaptive.lineup import Moment
+from sglang_sbs.scheduling.policies.adaptive.openings import _ahead, lookahead
+from sglang_sbs.scheduling.policies.adaptive.view import View
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.prefill.passes import Pass
 
@@ -126,6 +129,22 @@ def test_what_other_instances_can_take_is_not_committed_ahead():
     assert asked(full, free, queue_tokens=1900) == ([], math.inf)
     assert asked(full, free, queue_tokens=2000) == ([0], math.inf)
     assert asked(full, Instance([1.2], 950), queue_tokens=1100) == ([0], 1.17)
+
+
+@pytest.mark.parametrize(("lead_s", "ahead"), [(0.0, 1), (0.1, 0)])
+def test_arrivals_of_a_dispatch_lead_are_not_committed_ahead(lead_s: float, ahead: int):
+    view = SimpleNamespace(
+        urgent=False,
+        lead_s=lead_s,
+        at=Moment(1.0, lead_s),
+        instances=[Instance([1.0], 900)],
+        queue=SimpleNamespace(tokens=1000),
+        learned=SimpleNamespace(
+            lineup=SimpleNamespace(overlap=True, room_tokens=100),
+            offered=SimpleNamespace(token_rate=1000.0, mean_tokens=100.0),
+        ),
+    )
+    assert len(_ahead(cast(View, view)).open) == ahead
 
 
 @pytest.mark.parametrize(

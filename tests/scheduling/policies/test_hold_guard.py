@@ -85,7 +85,7 @@ def test_one_busy_intake_for_all_ends_the_holding(intake_s: float, on: bool) -> 
 
 
 def test_near_capacity_requests_are_held_whatever_the_guard_has_seen() -> None:
-    """With jitter the requests of a batch come apart as far as on a busy host."""
+    """Jitter spreads the requests of a batch as far as a busy host does."""
     states: list[bool] = []
     spec = ClusterSpec(
         cost=COSTS["mixed"],

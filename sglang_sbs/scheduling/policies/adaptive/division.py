@@ -16,12 +16,11 @@ from sglang_sbs.scheduling.policies.adaptive.cache_affinity import (
     ForecastAffinity,
 )
 from sglang_sbs.scheduling.policies.adaptive.few_requests import WaitingWork, cut_of
-from sglang_sbs.scheduling.policies.adaptive.openings import Openings, has_room
+from sglang_sbs.scheduling.policies.adaptive.openings import Openings, full_ahead, has_room
 from sglang_sbs.scheduling.policies.adaptive.pass_forecast import Home, PassForecast, Terms, homes
 from sglang_sbs.scheduling.policies.adaptive.view import OpenPass, View
 from sglang_sbs.scheduling.policies.tuning import TUNING
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
-from sglang_sbs.scheduling.reasons import Opening
 from sglang_sbs.scheduling.request import Request
 
 Requests = list[Request]
@@ -92,7 +91,7 @@ def divide(view: View, openings: Openings) -> Division:
     opened, starts = openings.passes, view.starts
     found, costs_s = _homes(view, opened)
     early = [
-        OpenPass(instance, Opening.FULL_AHEAD)
+        full_ahead(view, instance)
         for instance in starts.in_order()
         if instance in view.early and instance not in opened and _is_urgent(instance, found)
     ]

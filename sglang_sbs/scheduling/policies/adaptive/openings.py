@@ -110,13 +110,20 @@ def _opening(
         return _joining(view, instance)
     if instance.idle:
         return at.now_s, OpenPass(instance, Opening.IDLE)
-    forms_s = at.forms_at_s(instance)
     if is_long:
-        is_near = forms_s - at.now_s <= view.lead_s + TUNING.epsilon_s
-        return at.now_s, OpenPass(instance, Opening.ABOUT_TO_END if is_near else Opening.FULL_AHEAD)
+        return at.now_s, full_ahead(view, instance)
+    forms_s = at.forms_at_s(instance)
     if forms_s < at.arrives_s:
         forms_s = start_s  # too late for that pass
     return forms_s - view.lead_s, OpenPass(instance, Opening.ABOUT_TO_END)
+
+
+def full_ahead(view: View, instance: PrefillInstance) -> OpenPass:
+    """Return the next pass of an instance that gets a batch now, however late it starts. If it is
+    about to start, that is the reason."""
+    left_s = view.at.forms_at_s(instance) - view.at.now_s
+    is_near = left_s <= view.lead_s + TUNING.epsilon_s
+    return OpenPass(instance, Opening.ABOUT_TO_END if is_near else Opening.FULL_AHEAD)
 
 
 def _joining(view: View, instance: PrefillInstance) -> tuple[float, OpenPass]:
@@ -142,9 +149,9 @@ def _joining(view: View, instance: PrefillInstance) -> tuple[float, OpenPass]:
 
 def _ahead(view: View) -> OpenSoFar:
     """Return the passes that :func:`lookahead` finds; none if no engine has overlap scheduling, the
-    next passes can take the whole queue, or an urgent request may come. The arrivals of a dispatch
-    lead do not count: the queue holds them because of the way to the engine, not for want of
-    room."""
+    next passes can take the whole queue, or an urgent request may come. What arrives
+    within a dispatch lead does not count: it waits because of the way to the engine, not for want
+    of room."""
     learned = view.learned
     tokens = view.queue.tokens - round(learned.offered.token_rate * view.lead_s)
     if view.urgent or not learned.lineup.overlap or tokens < learned.lineup.room_tokens:
@@ -171,7 +178,7 @@ def lookahead(
     their next passes: the batch runs in the same pass in either case.
 
     Args:
-        queue_tokens: uncached tokens that wait in the router.
+        queue_tokens: uncached tokens that wait in the router for want of room.
         mean_tokens: mean length of a request.
         lead_s: dispatch lead of a batch.
     """

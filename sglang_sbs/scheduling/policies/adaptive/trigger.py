@@ -142,6 +142,7 @@ class AdaptiveTrigger(PrefillPolicy):
         self._offered.measure(instances, now_s)
         self._lineup.refresh()
         at_once, far_away = self._sends_at_once(now_s), is_far_away(self._learned, now_s)
+        self.holding = not at_once
         if at_once or far_away:
             self._planned_s = self._view = None
             self.opening = Opening.FAR_AWAY if far_away else Opening.AT_ONCE
@@ -175,14 +176,12 @@ class AdaptiveTrigger(PrefillPolicy):
         note_opening(request, self._view, now_s)
 
     def _sends_at_once(self, now_s: float) -> bool:
-        self.holding = True
         if self._offered.load >= TUNING.guard_most_load:
             return False
         lone_s, pass_s = self._interval.lone_s, self._interval.mean_forward_s
         split_s = self._lead.left_behind_s - lone_s
         if self.guard.update((self.lead_s - lone_s) / pass_s, split_s / pass_s, now_s):
             self._lead.forget()
-        self.holding = not self.guard.on
         return self.guard.on
 
     def _later(self, view: View, wake_s: float, division: Division, deferred: int) -> Plan:
