@@ -149,9 +149,9 @@ def _joining(view: View, instance: PrefillInstance) -> tuple[float, OpenPass]:
 
 def _ahead(view: View) -> OpenSoFar:
     """Return the passes that :func:`lookahead` finds; none if no engine has overlap scheduling, the
-    next passes can take the whole queue, or an urgent request may come. What arrives
-    within a dispatch lead does not count: it waits because of the way to the engine, not for want
-    of room."""
+    next passes can take the whole queue, or an urgent request may come. Arrivals
+    within a dispatch lead do not count: they wait because of the way to the engine, not for want of
+    room."""
     learned = view.learned
     tokens = view.queue.tokens - round(learned.offered.token_rate * view.lead_s)
     if view.urgent or not learned.lineup.overlap or tokens < learned.lineup.room_tokens:
