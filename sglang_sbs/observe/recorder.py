@@ -3,6 +3,8 @@
 Records of an observed log, in order of ``now_s`` (seconds of the observer's monotonic clock):
 
 - ``InstanceUp`` with the first message of an instance, and again when its properties change.
+- ``InstanceDown`` with the last message of an instance that then sent none for ``WINDOW_S``: it has
+  ended or restarts. ``InstanceUp`` follows with its next message.
 - ``RequestArrived`` with a ``Dispatch`` when a request reached a prefill instance (or one without
   disaggregation). ``Dispatch`` names instance and DP rank; ``decode`` is empty if it is unknown.
 - ``ForwardEnded`` with every message about prefill work, at the time it was made. Of the other
@@ -29,6 +31,7 @@ from sglang_sbs.scheduling import (
     Dispatch,
     Event,
     ForwardEnded,
+    InstanceDown,
     InstanceUp,
     PrefillDone,
     RequestArrived,
@@ -125,6 +128,8 @@ class TrafficRecorder:
         ``refused`` (messages of more ranks than an observer can follow); ``requests``, and how many
         requests the engines count as ``accepted`` in the same time."""
         self.instances: dict[str, InstanceUp] = {}
+        self._last_s: dict[str, float] = {}
+        """Time of the last message, by instance; those that fell silent are absent."""
         self._engines: OrderedDict[str, _Engine] = OrderedDict()
         self._ranks = 0
         self._heap: list[tuple[float, int, Event, list[Dispatch]]] = []
@@ -153,7 +158,7 @@ class TrafficRecorder:
         rank.next_seq = report.seq + 1
         offset_s = engine.clock.offset_s(report.sent_s, now_s) if report.sent_s else None
         made_s = now_s if offset_s is None else _bounded(report.sent_s + offset_s, now_s)
-        self._describe(engine.instance, report, made_s)
+        self._describe(engine.instance, report, made_s, now_s)
         if report.role != "decode":
             accepted = report.accepted_requests - rank.accepted_before
             if accepted > rank.accepted:
@@ -172,7 +177,10 @@ class TrafficRecorder:
 
     def due(self, until_s: float) -> Iterator[LogRecord]:
         """Remove and yield the records up to and including ``until_s``, in order of time. The
-        caller chooses it so that no message still to come belongs before it."""
+        caller chooses it so that no message still to come belongs before it. A finite ``until_s``
+        is ``WINDOW_S`` ago."""
+        if until_s < math.inf:
+            self._note_silent(until_s)
         while self._heap and self._heap[0][0] <= until_s:
             at_s, number, event, dispatches = heapq.heappop(self._heap)
             decode = self._decode_of_room.pop(self._rooms.pop(number, 0), None)
@@ -199,7 +207,7 @@ class TrafficRecorder:
             self._ranks += 1
         return engine
 
-    def _describe(self, name: str, report: EndForward, at_s: float) -> None:
+    def _describe(self, name: str, report: EndForward, at_s: float, now_s: float) -> None:
         known = self.instances.get(name)
         up = InstanceUp(
             instance=name,
@@ -212,9 +220,20 @@ class TrafficRecorder:
             overlap=report.inflight_passes > 0 or (known is not None and known.overlap),
             barrier=report.barrier,
         )
-        if up != known and (known is not None or len(self.instances) < _MAX_ENGINES):
+        if known is None and len(self.instances) >= _MAX_ENGINES:
+            return
+        if up != known or name not in self._last_s:
             self.instances[name] = up
             self._put(at_s, up)
+        self._last_s[name] = now_s
+
+    def _note_silent(self, until_s: float) -> None:
+        """Record that the instances without a message since ``until_s`` are down. Idle ranks report
+        every second."""
+        for name, last_s in list(self._last_s.items()):
+            if last_s <= until_s:
+                del self._last_s[name]
+                self._put(last_s, InstanceDown(instance=name))
 
     def _accepted(
         self, engine: _Engine, report: EndForward, accepted: Accepted, offset_s: float, now_s: float

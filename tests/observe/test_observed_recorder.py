@@ -13,11 +13,12 @@ from observed import BEHIND_S, DECODE, PREFILL, TRANSIT_S, Rank, hear_three_requ
 from sglang_sbs.evaluate.fitting.recording import recording_of
 from sglang_sbs.explain.log import main as log_main
 from sglang_sbs.explain.why import main as why_main
-from sglang_sbs.observe.recorder import MAX_SPAN_S, TrafficRecorder
+from sglang_sbs.observe.recorder import MAX_SPAN_S, WINDOW_S, TrafficRecorder
 from sglang_sbs.observe.traffic import Traffic
 from sglang_sbs.scheduling import (
     Dispatch,
     ForwardEnded,
+    InstanceDown,
     InstanceUp,
     PrefillDone,
     RequestArrived,
@@ -245,3 +246,42 @@ def test_whatever_engines_say_the_log_can_be_read_and_each_request_ends_at_most_
     assert set(ended) <= set(arrived)
     assert [traffic.progress(), traffic.verdict(), *traffic.lines(1.0)]
     assert 0 <= traffic.idle_share <= 1
+
+
+@pytest.mark.parametrize("name", [PREFILL, ""])
+def test_an_engine_that_restarts_is_away_meanwhile(name: str) -> None:
+    recorder = TrafficRecorder()
+    records: list[LogRecord] = []
+    old, new = (Rank(recorder, 0, boot_id=boot, instance_id=name) for boot in ("old", "new"))
+    other = Rank(recorder, 0, boot_id="other", instance_id="http://p1:30000")
+    for second in range(10, 61):
+        other.say(float(second))
+        if second <= 20 or second >= 45:
+            (old if second <= 20 else new).say(second + 0.5)
+        records += recorder.due(CLOCK_S + second + 0.5 - WINDOW_S)
+    records += recorder.due(float("inf"))
+    times = [record.now_s for record in records]
+    assert times == sorted(times)
+    changes = [
+        (type(record.event).__name__, round(record.now_s - CLOCK_S, 3), record.event.instance)
+        for record in records
+        if isinstance(record.event, InstanceUp | InstanceDown)
+    ]
+    before, after = (name, name) if name else ("prefill-old", "prefill-new")
+    assert changes == [
+        ("InstanceUp", 10.0, "http://p1:30000"),
+        ("InstanceUp", 10.5, before),
+        ("InstanceDown", 20.5, before),
+        ("InstanceUp", 45.5, after),
+    ]
+    passes = [LogRecord(r.now_s, r.event, r.commands) for r in records]
+    launch = EndForward(
+        instance_id="http://p1:30000", boot_id="other", role="prefill", dp_rank=0, dp_size=1,
+        seq=0, kind="launch", launch_s=60.0,
+    )  # fmt: skip
+    passes.append(LogRecord(CLOCK_S + 60, ForwardEnded("http://p1:30000", launch), []))
+    found = recording_of(passes, SchedulerConfig(), observed=True).changes
+    assert [(round(at_s - CLOCK_S, 3), who, up) for at_s, who, up in found] == [
+        (20.5, before, False),
+        (45.5, after, True),
+    ]

@@ -23,6 +23,10 @@ from sglang_sbs.scheduling import (
 from sglang_sbs.scheduling.eventlog import LogRecord, read_event_log
 from sglang_sbs.wire import EndForward
 
+_ALL_REPORTED_S = 10.0
+"""Time after the start of an observed log in which each instance that is up has reported: idle
+ranks report every second, and a pass is shorter than this."""
+
 
 @dataclass(slots=True)
 class RecordedRequest:
@@ -189,6 +193,8 @@ class _Reader:
         self._recording = recording
         self._offsets_s = offsets_s
         self._counted = counted
+        self._began_s = math.nan
+        """Time of the first event."""
         self._passes: dict[tuple[str, int, int], RecordedPass] = {}
         """Passes by instance, start of the engine and forward id, which begins anew with it."""
         self._starts: Counter[str] = Counter()
@@ -206,6 +212,8 @@ class _Reader:
 
     def read(self, record: LogRecord) -> None:
         recording, requests = self._recording, self._recording.requests
+        if math.isnan(self._began_s) and record.event is not None:
+            self._began_s = record.now_s
         match record.event:
             case RequestArrived(rid=rid) as event:
                 tokens = self._counted.get(rid, event.prompt_tokens)
@@ -223,8 +231,9 @@ class _Reader:
                 raise ValueError(f"has passes of {name}, whose DP ranks share no barrier")
             case InstanceUp() as up:
                 known = recording.prefill if up.role == "prefill" else recording.decode
+                is_new = all(earlier.instance != up.instance for earlier in known)
                 known[:] = [earlier for earlier in known if earlier.instance != up.instance] + [up]
-                self._changed(up.instance, True, record.now_s)
+                self._changed(up.instance, True, record.now_s, is_new=is_new)
             case PolicySwitched(policy=policy) if policy not in recording.policies:
                 recording.policies.append(policy)
             case InstanceDown(instance=name):
@@ -243,10 +252,11 @@ class _Reader:
             # The relay observed the first byte itself; PrefillDone may be prefill's response.
             request.first_token_s = request.arrived_s + event.client.first_byte_s
 
-    def _changed(self, name: str, up: bool, now_s: float) -> None:
+    def _changed(self, name: str, up: bool, now_s: float, *, is_new: bool = False) -> None:
         changes = self._recording.changes
-        # An observer that starts late learns of an instance long after it came up.
-        unknown = self._recording.observed
+        # An observer learns of the instances that are up from their next reports.
+        is_late = is_new and now_s > self._began_s + _ALL_REPORTED_S
+        unknown = self._recording.observed and not is_late
         before = next(
             (was_up for _, changed, was_up in reversed(changes) if changed == name), unknown
         )
