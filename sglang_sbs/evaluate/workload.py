@@ -123,6 +123,7 @@ def workload_of(recording: Recording) -> Workload:
     arrivals, spec = builder.arrivals(), builder.spec()
     measured_s = [builder.measured_s(r) if r.arrived_s >= warm_s else math.nan for r in sent]
     seconds = last_s - warm_s
+    span_s = max(1e-9, last_s - start_s)
     computed = sum(a.prompt_tokens - builder.hit(r) for a, r in zip(arrivals, sent, strict=True))
     work = Workload(
         arrivals=arrivals,
@@ -136,7 +137,7 @@ def workload_of(recording: Recording) -> Workload:
         until_first_byte=to_first_byte,
         calibration=fitted,
         errors=errors,
-        load=computed / max(1e-9, last_s - start_s) / full_chunk_tokens_per_s(spec),
+        load=computed / max(1.0, _full_chunk_tokens(spec, span_s)),
         seconds=seconds,
         passes=recording.passes,
     )
@@ -147,6 +148,17 @@ def workload_of(recording: Recording) -> Workload:
         )
     work.notes = [*_notes(recording, every, sent), *builder.notes]
     return work
+
+
+def _full_chunk_tokens(spec: ClusterSpec, span_s: float) -> float:
+    """Return the tokens that full chunks would compute in the first ``span_s`` seconds on the
+    instances that are up."""
+    replace = msgspec.structs.replace
+    return sum(
+        full_chunk_tokens_per_s(replace(spec, instances=(instance,), changes=()))
+        * spec.up_s(name, 0.0, span_s)
+        for name, instance in spec.prefill
+    )
 
 
 @dataclass(slots=True)

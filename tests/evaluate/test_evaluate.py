@@ -20,6 +20,7 @@ from sglang_sbs.evaluate.verdict import Evaluation
 from sglang_sbs.evaluate.workload import workload_of
 from sglang_sbs.scheduling import (
     Dispatch,
+    InstanceDown,
     InstanceUp,
     PolicySwitched,
     PrefillDone,
@@ -167,6 +168,36 @@ def test_an_instance_that_leaves_and_comes_back_is_away_in_the_model_too(tmp_pat
     assert code == 0
     assert found["calibration"]["mean"] == pytest.approx(1, abs=0.05)
     assert "Note: prefill instances came or went 2 times." in found["notes"]
+
+
+def test_a_pod_that_replaces_another_adds_no_capacity_to_the_load(round_robin, tmp_path):
+    """A Kubernetes pod or an unnamed engine has a new name after a restart."""
+    log = tmp_path / "rolled.events"
+    records = list(read_event_log(round_robin(1).log))
+    ups = {r.event.instance: r.event for r in records if isinstance(r.event, InstanceUp)}
+    middle_s = records[len(records) // 2].now_s
+
+    def renamed(thing, at_s: float):
+        field = "prefill" if isinstance(thing, Dispatch) else "instance"
+        old = getattr(thing, field, "")
+        return (
+            thing
+            if at_s < middle_s or old not in ups or ups[old].role != "prefill"
+            else msgspec.structs.replace(thing, **{field: f"{old} anew"})
+        )
+
+    writer, rolled = EventLogWriter(log, records[0].config), False
+    for record in records[1:]:
+        if record.now_s >= middle_s and not rolled:
+            rolled = True
+            for up in (up for up in ups.values() if up.role == "prefill"):
+                writer.write(middle_s, InstanceDown(instance=up.instance), [])
+                writer.write(middle_s, renamed(up, middle_s), [])
+        commands = [renamed(command, record.now_s) for command in record.commands]
+        writer.write(record.now_s, renamed(record.event, record.now_s), commands)
+    writer.close()
+    loads = [workload_of(read_recording(path)).load for path in (round_robin(1).log, log)]
+    assert loads[1] == pytest.approx(loads[0], rel=0.03)
 
 
 def test_a_change_of_policy_is_noted(round_robin, tmp_path):
