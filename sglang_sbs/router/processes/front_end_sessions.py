@@ -42,7 +42,7 @@ from sglang_sbs.router.processes.membership import Placed, SessionMembership
 from sglang_sbs.router.processes.messages import VERSION, Hello, spoken
 from sglang_sbs.router.processes.mirrored_registry import states_of
 from sglang_sbs.router.processes.session_times import SessionTimes
-from sglang_sbs.router.processes.summed_metrics import add_pages, of_workers
+from sglang_sbs.router.processes.summed_metrics import FrontEndPages
 from sglang_sbs.router.trials import Trials
 from sglang_sbs.router.workers.kubernetes_pods import Members
 from sglang_sbs.router.workers.worker import Worker
@@ -101,9 +101,7 @@ class Hub:
         self._send = send
         self._sessions: dict[bytes, _Session] = {}
         self._owners: dict[str, _Session] = {}
-        self._pages: dict[str, str] = {}
-        self._retired = ""
-        """Metrics page with the summed counters of former front ends."""
+        self._pages = FrontEndPages(members.registry.get)
         self._asked: Calls[_Answer] = Calls()
         self._tasks: set[asyncio.Task[None]] = set()
         self._flushing = False
@@ -170,14 +168,13 @@ class Hub:
 
     async def metrics_pages(self) -> list[str]:
         """Return the metrics page of every front end (its last known one if it does not respond in
-        time), and a page with the counters of former front ends."""
+        time), and those with the counters of former front ends."""
         asked = (self._ask(session, messages.AskMetrics()) for session in self._sessions.values())
         for session, answer in await asyncio.gather(*asked):
-            if isinstance(answer, messages.MetricsPage):
-                self._pages[session.front_end] = answer.text
-        # Connected front ends drop removed workers themselves.
-        self._retired = of_workers(self._retired, self._registry.get)
-        return [page for page in (*self._pages.values(), self._retired) if page]
+            is_here = self._sessions.get(session.identity) is session
+            if isinstance(answer, messages.MetricsPage) and is_here:
+                self._pages.put(session.front_end, answer.text)
+        return self._pages.pages()
 
     async def _ask(
         self, session: _Session, question: messages.AskMetrics | messages.Abort | messages.FindStory
@@ -274,6 +271,7 @@ class Hub:
         if identity not in self._sessions and self.settled:
             session = _Session(identity, hello.front_end, hello.name, now_s)
             before, self._sessions[identity] = list(self._sessions.values()), session
+            self._pages.joined(session.front_end)
             for earlier in before:
                 if earlier.front_end == session.front_end:
                     self._end_session(earlier, "started over")
@@ -475,14 +473,8 @@ class Hub:
             level = logging.WARNING if session.requests else logging.INFO
             had = counted(len(session.requests), "request")
             logger.log(level, "front end %s is gone (%s) with %s", session.name, why, had)
-            self._retire(self._pages.pop(session.front_end, ""))
+            self._pages.left(session.front_end)
         self._abort(session)
-
-    def _retire(self, page: str) -> None:
-        """Add the counters of a former front end's last metrics page to those of earlier ones, so
-        that totals do not drop. Gauges are dropped."""
-        known = (of_workers(page, self._registry.get) for page in (self._retired, page))
-        self._retired = add_pages(known, lasting_only=True)
 
     def _abort(self, *sessions: _Session) -> None:
         """End all requests of the sessions as aborted. Waiting requests end first, because ending a

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from prometheus_client import generate_latest
@@ -17,6 +17,54 @@ _LASTING = ("counter", "histogram", "summary")
 _MEANS = frozenset({"sbs_prompt_bytes_per_token"})
 """Gauges that are averaged over processes, because their sum has no meaning."""
 _WORKER = re.compile(r'[{,]worker="([^"]*)"')
+_MOST_FORMER = 8
+
+
+class FrontEndPages:
+    """Last metrics page of every front end. Those of former ones keep their counters, so that
+    totals do not drop."""
+
+    def __init__(self, known: Callable[[str], object]) -> None:
+        """Create an empty collection. ``known``: as for :func:`of_workers`."""
+        self._known = known
+        self._of: dict[str, str] = {}
+        """Last pages of connected front ends, by id."""
+        self._former: OrderedDict[str, str] = OrderedDict()
+        """Counters of the latest front ends that have left, by id. One that was cut off comes back
+        with all of its counters, so these must not be added to the sum of the others."""
+        self._retired = ""
+        """Summed counters of all earlier ones."""
+
+    def put(self, front_end: str, page: str) -> None:
+        self._of[front_end] = page
+
+    def joined(self, front_end: str) -> None:
+        """Take note that a front end has connected, perhaps again."""
+        if before := self._former.pop(front_end, ""):
+            self._of[front_end] = before
+
+    def left(self, front_end: str) -> None:
+        if page := self._of.pop(front_end, ""):
+            self._former[front_end] = self._counters(page)
+        if len(self._former) > _MOST_FORMER:
+            _, oldest = self._former.popitem(last=False)
+            self._retired = self._counters(self._retired, oldest)
+
+    def clear(self) -> None:
+        """Forget the pages of connected front ends."""
+        self._of.clear()
+
+    def pages(self) -> list[str]:
+        """Return all pages, those of former front ends without removed workers; connected ones drop
+        these themselves."""
+        self._retired = of_workers(self._retired, self._known)
+        for front_end, page in self._former.items():
+            self._former[front_end] = of_workers(page, self._known)
+        every = (*self._of.values(), *self._former.values(), self._retired)
+        return [page for page in every if page]
+
+    def _counters(self, *pages: str) -> str:
+        return add_pages((of_workers(page, self._known) for page in pages), lasting_only=True)
 
 
 def of_workers(page: str, known: Callable[[str], object]) -> str:

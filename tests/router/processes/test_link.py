@@ -32,6 +32,7 @@ from sglang_sbs.router.processes.messages import (
     WatchDashboard,
 )
 from sglang_sbs.router.processes.session_times import SessionTimes
+from sglang_sbs.router.processes.summed_metrics import add_pages
 from sglang_sbs.router.workers.served_ranks import WINDOW
 from sglang_sbs.scheduling import Command, Dispatch
 from sglang_sbs.scheduling.events import (
@@ -338,6 +339,27 @@ async def test_a_lost_worker_and_an_abort_are_sent_to_all(world: World) -> None:
     assert (await first.link.ask(AbortElsewhere(rid="x"))).count == 2
     assert (first.aborted, other.aborted) == ([], ["x"])
     assert await side.hub.metrics_pages() == ["# front end 0\n", "# front end 1\n"]
+
+
+async def test_counters_of_a_front_end_that_was_cut_off_count_once(world: World) -> None:
+    world.times = IMPATIENT
+    side = await world.boot()
+    front_end = await world.front_end()
+    name = "sbs_attempts_total"
+    front_end.link.metrics_page = lambda: f"# TYPE {name} counter\n{name} 1000.0\n"
+
+    async def attempts() -> list[str]:
+        page = add_pages(await side.hub.metrics_pages())
+        return [line for line in page.splitlines() if line.startswith(name)]
+
+    assert await attempts() == [f"{name} 1000.0"]
+    for _ in range(2):
+        world.net.cut = True
+        await until(lambda: side.hub.front_ends == 0)
+        assert await attempts() == [f"{name} 1000.0"], "the total does not drop"
+        world.net.mend()
+        await until(lambda: side.hub.front_ends == 1 and front_end.link.connected)
+        assert await attempts() == [f"{name} 1000.0"]
 
 
 async def test_frames_of_the_dashboard_come_while_somebody_looks_and_the_session_lasts(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_sbs.router.processes.summed_metrics import add_pages, of_workers
+from sglang_sbs.router.processes.summed_metrics import FrontEndPages, add_pages, of_workers
 from sglang_sbs.router.telemetry.metrics import RouterMetrics, gauge
 
 
@@ -80,3 +80,13 @@ def test_series_of_workers_that_are_not_known_are_left_out_and_nothing_else():
     assert "smg_router_request_errors_total{" in text
     assert of_workers(page, lambda url: True) == page
     assert of_workers("", lambda url: False) == ""
+
+
+def test_counters_of_many_former_front_ends_stay_in_few_pages() -> None:
+    pages, of_each = FrontEndPages(lambda worker: True), page(1, 0.2, 2.0)
+    for number in range(20):
+        pages.joined(f"front end {number}")
+        pages.put(f"front end {number}", of_each)
+        pages.left(f"front end {number}")
+    assert len(pages.pages()) <= 9
+    assert value(add_pages(pages.pages()), "sbs_aborts_total") == 20

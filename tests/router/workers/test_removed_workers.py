@@ -245,9 +245,11 @@ async def test_a_worker_removed_since_the_last_message_of_a_front_end_does_not_c
         front_end = RouterMetrics()
         use(front_end, "http://gone:1", decode.url)
         hub = scheduler._hub
-        hub._retire(front_end.render().decode())
-        assert series(hub._retired, "http://gone:1") == {}
-        assert series(hub._retired, decode.url)[ERRORS] == 1
-        assert "sbs_hold_seconds_count 2.0" in hub._retired
+        hub._pages.put("front end", front_end.render().decode())
+        hub._pages.left("front end")
+        [counters] = await hub.metrics_pages()
+        assert series(counters, "http://gone:1") == {}
+        assert series(counters, decode.url)[ERRORS] == 1
+        assert "sbs_hold_seconds_count 2.0" in counters
     finally:
         await scheduler.stop()
