@@ -450,14 +450,17 @@ class Registry:
             },
         )
 
+    @property
+    def _asks_for_free(self) -> bool:
+        """Whether a probe runs no forward pass: only such probes may follow from mere silence."""
+        return self._monitor.health_endpoint is None
+
     def _check_quiet(self, worker: Worker, now_s: float) -> None:
         """Notice the silence of a stopped process (SIGSTOP, a hung host), which breaks no
         connection. An engine with the plugin reports every second; others report only while they
         have work."""
         expected = worker.load > 0 or bool(worker.last_report_s)
-        # Only probes that cost an engine nothing may follow from mere silence.
-        cheap = self._monitor.health_endpoint is None
-        if not cheap or not worker.healthy or not expected:
+        if not self._asks_for_free or not worker.healthy or not expected:
             return
         last_message_s = max([worker.last_response_s, *worker.last_report_s.values()])
         if now_s - last_message_s >= self._monitor.quiet_s:
@@ -480,7 +483,7 @@ class Registry:
         silent = [r for r in ranks if now_s - last_s.get(r, -1e9) >= SILENT_AFTER_S]
         if silent:
             self.report_problem(worker, "signal", why_silent(silent))
-            if len(silent) == len(ranks):
+            if len(silent) == len(ranks) and self._asks_for_free:
                 self.doubted(worker)
         else:
             self._solved(worker, "signal", "EndForward arrives again")

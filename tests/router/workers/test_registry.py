@@ -405,6 +405,13 @@ def test_a_check_that_costs_a_forward_pass_is_not_made_because_of_silence() -> N
     setup.now_s = 100.0
     setup.registry.tick()
     assert setup.doubted == []
+    for rank in (0, 1):
+        assert setup.registry.reported(worker, report(rank))
+    for _ in range(60):  # its reports end, as if a firewall had closed
+        setup.now_s += 1
+        setup.registry.tick()
+    assert worker.problems["signal"] == "no EndForward from rank 0, 1"
+    assert setup.doubted == []
 
 
 def test_what_endforward_says_of_the_barrier_can_be_taken_back_but_not_at_any_pace() -> None:
