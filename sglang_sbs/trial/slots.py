@@ -112,13 +112,19 @@ class Adjustment:
     @property
     def coefficients(self) -> tuple[float, float]:
         """Coefficients of the two covariates; 0 for one that does not vary (e.g. all prompts have
-        the same length)."""
+        the same length). That of the token rate is not negative. Where clients wait for an answer
+        before they send again, slow answers cause a low rate, and the rate contains the effect of
+        the policies."""
         a, b, c = self.xx
         p, q = self.xy
         determinant = a * c - b * b
         if determinant > 1e-6 * a * c:
-            return (c * p - b * q) / determinant, (a * q - b * p) / determinant
-        return (p / a if a > 1e-9 else 0.0), 0.0
+            rate, length = (c * p - b * q) / determinant, (a * q - b * p) / determinant
+        else:
+            rate, length = (p / a if a > 1e-9 else 0.0), 0.0
+        if rate < 0:
+            return 0.0, (q / c if c > 1e-9 else 0.0)
+        return rate, length
 
 
 @dataclass(frozen=True, slots=True)

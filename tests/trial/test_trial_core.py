@@ -163,6 +163,29 @@ def test_tokens_that_happened_to_arrive_are_no_difference() -> None:
     assert max(adjusted) < 0.25 * max(raws)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_clients_that_wait_for_answers_hide_no_difference(seed: int) -> None:
+    """Each of 16 clients sends again once it has an answer, and now and then all answers are slow,
+    so few tokens arrive when TTFT is long."""
+    rig = Rig(spec(slot_s=24.0, slots=8), lambda _policy, _rng: 0.0, seed)
+    slow = {turn: 2.0 ** random.Random(f"{seed} {turn}").uniform(-1, 1) for turn in range(999)}
+
+    def arrive() -> None:
+        while len(rig.due) < 16:
+            rig.count += 1
+            event = RequestArrived(rid=f"r{rig.count}", prompt_tokens=rig.rng.randint(500, 1500))
+            rig.trial.observe(event, [], rig.now_s)
+            waits_s = (0.6 if rig.policy == "sbs" else 1.0) * slow[int(rig.now_s / 3)]
+            rig.due.append((rig.now_s + waits_s * rig.rng.uniform(0.8, 1.2), event.rid))
+
+    rig.arrive = arrive  # type: ignore[method-assign]
+    rig.run()
+    verdict = rig.trial.verdict
+    assert verdict is not None
+    assert verdict.low < 0.6 < verdict.high
+    assert verdict.ratio < 0.75
+
+
 def test_an_arm_that_breaks_the_limit_ends_it_while_its_requests_still_wait() -> None:
     rig = Rig(spec(p99_s=3.0), noisy(0.5, 1e6))
     ended = rig.run()
