@@ -47,22 +47,26 @@ class KubernetesLease(LockStore):
         return await self._write(seen.version, spec, now)
 
     async def renew(self, mine: Record) -> Record:
-        return await self._write(mine.version, {}, _now())
+        return await self._write_mine(mine, {})
 
     async def release(self, mine: Record) -> None:
         # As in client-go: no holder, and one second for clients that ignore the holder.
-        free = {"holderIdentity": "", "leaseDurationSeconds": 1}
-        try:
-            await self._write(mine.version, free, _now())
-        except OutdatedWrite:
-            now = await self.read()  # an abandoned renewal may have succeeded
-            if now.holder != mine.holder:
-                raise
-            await self._write(now.version, free, _now())
+        await self._write_mine(mine, {"holderIdentity": "", "leaseDurationSeconds": 1})
 
     async def close(self) -> None:
         if self._api is not None:
             await self._api.close()
+
+    async def _write_mine(self, mine: Record, changes: dict[str, Any]) -> Record:
+        """Change the Lease that this candidate holds, also if it has another version by now: an
+        abandoned renewal may have succeeded, or a person has annotated it. Raises: as ``renew``."""
+        try:
+            return await self._write(mine.version, changes, _now())
+        except OutdatedWrite:
+            now = await self.read()
+            if (now.holder, now.term) != (mine.holder, mine.term):
+                raise
+            return await self._write(now.version, changes, _now())
 
     async def _write(self, version: str, changes: dict[str, Any], now: str) -> Record:
         seen = self._seen
