@@ -85,8 +85,11 @@ def _attempt(attempt: AttemptStory, story: Story) -> Iterator[str]:
     else:
         held_s = timeline.decided_s - timeline.arrived_s
         yield ""
-        if why is not None and not why.waits:
+        if why is not None and not why.waits and held_s < _AT_ONCE_S:
             yield f"It was not held ({ms(held_s)}): it left as soon as it arrived."
+        elif why is not None and not why.waits:
+            # The paper's trigger looks at the queue once per interval, and notes no reasons.
+            yield f"It was held {ms(held_s)} by the scheduler, for reasons that are not recorded."
         else:
             yield f"It was held {ms(held_s)} by the scheduler, because"
             yield from _waits(attempt)

@@ -313,3 +313,16 @@ async def test_a_router_is_asked_with_the_key_of_its_admin(capsys, monkeypatch) 
         assert "remembers no request unknown" in capsys.readouterr().err
     assert await asyncio.to_thread(main, ["why", "x", "--router", c.url]) == 1
     assert "is the router there?" in capsys.readouterr().err
+
+
+def test_a_request_that_was_held_without_a_recorded_reason_did_not_leave_at_once() -> None:
+    """``--sbs-trigger paper`` records none."""
+    story = a_story()
+    attempt = story.attempts[0]
+    assert attempt.why is not None
+    attempt.why = msgspec.structs.replace(attempt.why, waits=[], opening=Opening.INTERVAL)
+    shown = page(story)
+    assert "It was held 412 ms by the scheduler, for reasons that are not recorded." in shown
+    assert "not held" not in shown
+    attempt.timeline.decided_s = attempt.timeline.arrived_s
+    assert "It was not held (0.0 ms): it left as soon as it arrived." in page(story)
