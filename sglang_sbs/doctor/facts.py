@@ -133,6 +133,8 @@ class RouterFacts:
     failure: Failure | None = None
     ready_status: int = 0
     workers: list[dict[str, Any]] = field(default_factory=list)
+    scheduler: dict[str, Any] = field(default_factory=dict)
+    """A front end's link to the scheduler process; empty if there is no other process."""
     state: dict[str, Any] = field(default_factory=dict)
     """The scheduler's snapshot (``sbs`` of ``/server_info``)."""
     options: dict[str, Any] = field(default_factory=dict)

@@ -139,6 +139,14 @@ def router_state(key: str, value: object) -> Break:
     return change
 
 
+def router_is_alone(r: Rig) -> None:
+    """One of several front ends, which lost the scheduler and goes by the fallback."""
+    r.serve_router()
+    r.router_state()["policy"] = "least_tokens"
+    link = {"address": "tcp://10.0.0.1:7700", "connected": False, "term": 3, "losses": 1}
+    r.router.answers["/workers"][1]["scheduler"] = link
+
+
 def router_age(age_s: float | None) -> Break:
     def change(r: Rig) -> None:
         r.serve_router()
@@ -320,6 +328,7 @@ BROKEN: dict[str, tuple[str, Break]] = {
     "router.rooms-left": (P0, router_worker(rooms_left=3)),
     "router.problem": (P0, router_worker(problems={"loads": "of no use"})),
     "router.polls": (P0, router_worker(signal="polls", endforward_age_s=None)),
+    "router.alone": (ROUTER, router_is_alone),
     "router.not-holding": (ROUTER, router_state("holding", False)),
     "router.throttled": (ROUTER, router_state("throttled", True)),
     "probe.failed": ("pair", lambda r: r.flags.append("--probe")),

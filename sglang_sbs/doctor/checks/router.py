@@ -33,6 +33,8 @@ error router.worker-down -> see its other findings; the router's log shows since
 warning router.problem -> follow the router's message; docs/router.md explains each
 note router.rooms-left -> restart this prefill engine when it suits; see what it refuses in its log
 warning router.polls -> see the findings on the plugin and EndForward
+error router.alone -> see whether a scheduler process runs, its log, and the network between it and
+    this front end (--sbs-scheduler)
 warning router.not-holding -> give the hosts of router and engines more CPU; start prefill engines
     with the plugin's batch gate (SGLANG_SBS_GANG_GATE_MS)
 warning router.throttled -> add prefill instances; sglang-sbs simulate plan computes how many
@@ -65,6 +67,10 @@ def check(facts: ClusterFacts) -> Iterator[Finding]:
 def _router(facts: ClusterFacts, router: RouterFacts) -> Iterator[Finding]:
     if router.ready_status != 200:
         yield finding("router.not-ready", ROUTER, f"/readiness answers {router.ready_status}")
+    if router.scheduler.get("connected") is False:
+        policy, address = router.state.get("policy"), router.scheduler.get("address")
+        seen = f"it has lost the scheduler ({address}) and places requests itself, by {policy}"
+        yield finding("router.alone", ROUTER, seen)
     if router.state.get("policy") == "sbs" and router.state.get("holding") is False:
         seen = "requests leave at once, as batches do not arrive whole at the engines"
         yield finding("router.not-holding", ROUTER, seen)

@@ -45,10 +45,12 @@ async def _ask(asker: Asker, options: DoctorOptions, url: str) -> RouterFacts:
         if workers.status != 200:
             kind = "refused" if workers.status in (401, 403) else "not-sglang"
             raise Failure(kind, f"/workers answers {workers.status}")
-        entries = object_in(workers.body).get("workers")
+        listed = object_in(workers.body)
+        entries, link = listed.get("workers"), listed.get("scheduler")
         if not isinstance(entries, list):
             raise Failure("not-sglang", "/workers answers 200 and no list of workers")
         facts.workers = objects(entries)
+        facts.scheduler = link if isinstance(link, dict) else {}
         state = object_in((await asker.get(url, "/server_info", flags.api_key)).body)
     except Failure as failure:
         facts.failure = failure
