@@ -159,7 +159,8 @@ class RouterFacts:
         """Seconds since the last report of each DP rank, as seen by the scheduler; ``None``: no
         report yet."""
         instances = (*self.instances("prefill"), *self.instances("decode"))
-        reported = next((instance for instance in instances if instance.get("instance") == url), {})
+        alias = alias_of(url)
+        reported = next((it for it in instances if alias_of(text(it, "instance")) == alias), {})
         ages_s = [rank.get("age_s") for rank in objects(reported.get("ranks"))]
         return {
             rank: float(age_s) if isinstance(age_s, int | float) else None

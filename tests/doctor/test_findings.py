@@ -434,3 +434,13 @@ async def test_a_rank_of_another_node_that_does_not_report_is_named_with_what_to
         assert [finding.subject for finding in found] == [r.prefill[0].url]
         assert "rank 1 (node 1)" in found[0].seen
         assert f"let node 1 connect to {r.endpoint}" in found[0].change
+
+
+async def test_a_silent_rank_is_found_if_the_router_spells_the_host_otherwise() -> None:
+    async with rig() as r:
+        for worker in r.serve_router():
+            worker["url"] = worker["url"].replace("127.0.0.1", "localhost")
+        for instance in r.router_state()["prefill"]:
+            instance["instance"] = instance["instance"].replace("127.0.0.1", "localhost")
+            instance["ranks"][1]["age_s"] = 60.0
+        assert "endforward.stale" in ids(await r.examine(), r.prefill[0].url)
