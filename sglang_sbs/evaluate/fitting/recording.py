@@ -26,6 +26,8 @@ from sglang_sbs.wire import EndForward
 _ALL_REPORTED_S = 10.0
 """Time after the start of an observed log in which each instance that is up has reported: idle
 ranks report every second, and a pass is shorter than this."""
+_BUCKET_S = 10.0
+"""Length of the buckets of time in which the fastest message is looked for."""
 
 
 @dataclass(slots=True)
@@ -146,15 +148,15 @@ def recording_of(
             share no barrier, so that passes of the instance cannot be reconstructed.
     """
     recording = Recording(config, [config.policy], observed=observed)
-    offsets_s = clock_offsets(records)
-    if not offsets_s:
+    offsets = ClockOffsets(records)
+    if not offsets:
         raise ValueError("has no EndForward message of a prefill engine (no plugin?)")
     counted = {
         record.event.rid: record.event.prompt_tokens
         for record in records
         if isinstance(record.event, PrefillDone) and record.event.prompt_tokens
     }
-    reader = _Reader(recording, offsets_s, counted)
+    reader = _Reader(recording, offsets, counted)
     for record in records:
         reader.read(record)
     for rid, request in recording.requests.items():
@@ -185,13 +187,13 @@ class _Reader:
     def __init__(
         self,
         recording: Recording,
-        offsets_s: dict[tuple[str, str], float],
+        offsets: ClockOffsets,
         counted: dict[str, int],
     ) -> None:
-        """Create a reader that fills ``recording``. ``offsets_s``: :func:`clock_offsets`;
-        ``counted``: prompt tokens by rid, where the engine reported them."""
+        """Create a reader that fills ``recording``. ``counted``: prompt tokens by rid, where the
+        engine reported them."""
         self._recording = recording
-        self._offsets_s = offsets_s
+        self._offsets = offsets
         self._counted = counted
         self._began_s = math.nan
         """Time of the first event."""
@@ -273,7 +275,7 @@ class _Reader:
         queue += [_Queued(requests[rid]) for rid in report.rids if rid in requests]
         if report.kind not in ("launch", "forward"):
             return
-        stamp_s = _stamp_s(report) + self._offsets_s[name, report.boot_id]
+        stamp_s = _stamp_s(report) + self._offsets.at(name, report.boot_id, now_s)
         self._recording.feedback_s.append(now_s - stamp_s)
         key = (name, starts[report.boot_id], report.forward_id)
         if report.kind == "launch":
@@ -324,20 +326,31 @@ def _stamp_s(report: EndForward) -> float:
     return report.end_s if report.kind == "forward" else report.launch_s
 
 
-def clock_offsets(records: Iterable[LogRecord]) -> dict[tuple[str, str], float]:
-    """Return the router's clock minus the engine's in seconds, by instance and boot id: each node
-    of an engine has its own clock. The fastest message is assumed to have taken no time; others
-    also waited in the network or for the event loop."""
-    offsets_s: dict[tuple[str, str], float] = {}
-    for record in records:
-        event = record.event
-        if not isinstance(event, ForwardEnded) or event.report.role != "prefill":
-            continue
-        if event.report.kind in ("launch", "forward"):
-            offset_s = record.now_s - _stamp_s(event.report)
-            key = event.instance, event.report.boot_id
-            offsets_s[key] = min(offset_s, offsets_s.get(key, math.inf))
-    return offsets_s
+class ClockOffsets:
+    """The router's clock minus the engines' in seconds, by instance and boot id: each node of an
+    engine has its own clock. The fastest message of half a minute is assumed to have taken no time;
+    others also waited in the network or for the event loop. So clocks may drift."""
+
+    def __init__(self, records: Iterable[LogRecord]) -> None:
+        self._least_s: dict[tuple[str, str, int], float] = {}
+        """Smallest difference by instance, boot id and number of the bucket."""
+        for record in records:
+            event = record.event
+            if not isinstance(event, ForwardEnded) or event.report.role != "prefill":
+                continue
+            if event.report.kind in ("launch", "forward"):
+                offset_s = record.now_s - _stamp_s(event.report)
+                key = event.instance, event.report.boot_id, int(record.now_s // _BUCKET_S)
+                self._least_s[key] = min(offset_s, self._least_s.get(key, math.inf))
+
+    def __bool__(self) -> bool:
+        return bool(self._least_s)
+
+    def at(self, instance: str, boot_id: str, now_s: float) -> float:
+        """Return the offset for a message of a pass that the log has at ``now_s``."""
+        bucket = int(now_s // _BUCKET_S)
+        around = ((instance, boot_id, bucket + step) for step in (-1, 0, 1))
+        return min(self._least_s.get(key, math.inf) for key in around)
 
 
 def _attribute(a_pass: RecordedPass, report: EndForward, queue: list[_Queued]) -> None:
