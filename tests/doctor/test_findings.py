@@ -444,3 +444,14 @@ async def test_a_silent_rank_is_found_if_the_router_spells_the_host_otherwise() 
             instance["instance"] = instance["instance"].replace("127.0.0.1", "localhost")
             instance["ranks"][1]["age_s"] = 60.0
         assert "endforward.stale" in ids(await r.examine(), r.prefill[0].url)
+
+
+@pytest.mark.parametrize(("slots", "uneven"), [(2045, False), (1024, True)])
+async def test_limits_that_follow_from_free_memory_may_differ_a_little(
+    slots: int, uneven: bool
+) -> None:
+    async with rig() as r:
+        for engine, number in zip(r.prefill, (2048, slots), strict=True):
+            state = {"effective_max_running_requests_per_dp": number}
+            engine.info["internal_states"] = [state] * DP
+        assert ("limits.uneven" in ids(await r.examine())) is uneven

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import msgspec
 
 from sglang_sbs import __version__
 from sglang_sbs.cluster.flag_words import text_flag
@@ -45,6 +48,9 @@ error probe.failed -> look at the first error in the logs of both engines; the m
     side
 """)
 
+_ABOUT_EQUAL = 0.95
+"""Share of the largest limit of a role from which a limit counts as equal."""
+
 
 def check(facts: ClusterFacts) -> Iterator[Finding]:
     sides = {"prefill": facts.of_role("prefill"), "decode": facts.of_role("decode")}
@@ -54,7 +60,7 @@ def check(facts: ClusterFacts) -> Iterator[Finding]:
     yield from _same_engine(facts.usable)
     yield from _versions(facts.usable)
     for role, engines in sides.items():
-        limits = grouped(engines, lambda e: describe_limits(e.known, e.role))
+        limits = grouped(engines, partial(_limits, engines))
         if len(limits) > 1:
             yield finding("limits.uneven", CLUSTER, f"{role}: {describe_groups(limits)}")
     if not missing:
@@ -63,6 +69,21 @@ def check(facts: ClusterFacts) -> Iterator[Finding]:
         seen = probe.failure or f"one token in {probe.took_s:.2f} s"
         name = "probe.failed" if probe.failure else "probe.ok"
         yield finding(name, probe.pair, f"{probe.ranks}: {seen}")
+
+
+def _limits(engines: Sequence[EngineFacts], facts: EngineFacts) -> str:
+    """Describe an engine's limits like those of ``engines`` where the difference is small. SGLang
+    derives both limits from the memory that is free at the start, so they differ between engines
+    with the same flags (``kv_cache_configurator.py``)."""
+
+    def rounded(name: str) -> int:
+        own: int = getattr(facts.known, name)
+        most: int = max(getattr(e.known, name) for e in engines)
+        return most if own >= _ABOUT_EQUAL * most else own
+
+    derived = ("kv_capacity_tokens", "max_running_requests")
+    info = msgspec.structs.replace(facts.known, **{name: rounded(name) for name in derived})
+    return describe_limits(info, facts.role)
 
 
 def _same_engine(engines: Sequence[EngineFacts]) -> Iterator[Finding]:
