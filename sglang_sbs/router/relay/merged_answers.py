@@ -87,7 +87,8 @@ class UsageSum:
         counts_prompt = unit % self._samples == 0
         for key, amount in usage.items():
             if key in ("prompt_tokens", "prompt_tokens_details") and not counts_prompt:
-                self.value.setdefault(key, 0 if isinstance(amount, int) else amount)
+                # The first sample of the prompt counts, and its event may come later.
+                self.value.setdefault(key, 0 if isinstance(amount, int) else None)
                 continue
             self.value[key] = _sum(self.value.get(key), amount)
         prompt, completion = (self.value.get(f"{n}_tokens", 0) for n in ("prompt", "completion"))

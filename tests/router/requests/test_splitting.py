@@ -9,6 +9,7 @@ import pytest
 from router_harness import cluster, sse_events
 
 from sglang_sbs.router.errors import RouterError
+from sglang_sbs.router.relay.merged_answers import StreamMerger
 from sglang_sbs.router.requests.plan import plan_request
 from sglang_sbs.scheduling.events import RequestArrived
 from tools.stand_ins.mock_engine import Behaviour
@@ -99,6 +100,27 @@ async def test_streams_of_samples_are_merged() -> None:
         await c.settled()
         assert c.scheduler.ended() == ["completed"] * 3
         c.check_books()
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [1, 3, 2, 0]])
+def test_a_prompts_cached_tokens_count_once_whichever_sample_ends_first(order: list[int]) -> None:
+    """SGLang counts each prompt by its first sample (``UsageProcessor``)."""
+    merger = StreamMerger(plan_request("completions", b'{"prompt": ["a", "b"], "n": 2}'), "id")
+    for unit in order:
+        usage = {
+            "prompt_tokens": 10,
+            "completion_tokens": 3,
+            "total_tokens": 13,
+            "prompt_tokens_details": {"cached_tokens": 4},
+        }
+        assert merger.event(unit, {"choices": [], "usage": usage}) == ()
+    (event, _) = sse_events(merger.end())
+    assert event["usage"] == {
+        "prompt_tokens": 20,
+        "completion_tokens": 12,
+        "total_tokens": 32,
+        "prompt_tokens_details": {"cached_tokens": 8},
+    }
 
 
 async def test_generate_streams_of_a_batch_carry_their_index() -> None:
