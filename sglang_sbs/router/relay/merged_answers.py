@@ -13,6 +13,9 @@ from sglang_sbs.router.requests.plan import RequestPlan
 from sglang_sbs.router.requests.raw_json import JsonError, Raw
 
 _INPUT_LOGPROBS = ("input_token_logprobs", "input_top_logprobs", "input_token_ids_logprobs")
+_FLAT_INPUT = "input_top_logprobs_"
+"""Prefix of the fields for ``return_flat_raw_top_logprobs``, which replace ``input_top_logprobs``:
+values and ids as flat lists or base64, their types, shape and number of leading nulls."""
 _ECHOED = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 """Parallel lists in OpenAI's completion logprobs."""
 _EVENT_END = b"\n\n"
@@ -36,6 +39,9 @@ def merge_input_logprobs(output: dict[str, Any], prefill: dict[str, Any]) -> Non
         values = theirs.get(key)
         if engine_json.is_list(values):
             ours[key] = engine_json.one_after_the_other(values, ours.get(key))
+    for key, value in theirs.items():
+        if key.startswith(_FLAT_INPUT):
+            ours[key] = value  # decode's describe an empty prompt
 
 
 def merge_echoed_logprobs(output: dict[str, Any], prefill: dict[str, Any]) -> None:

@@ -64,8 +64,9 @@ def test_what_is_no_object_is_refused(body: bytes) -> None:
         opened(body)
 
 
-def reply_to(logprobs: list[Any], **more: Any) -> bytes:
-    meta = {"prompt_tokens": 5, "cached_tokens": 2, "input_token_logprobs": logprobs}
+def reply_to(logprobs: list[Any], meta: dict[str, Any] | None = None, **more: Any) -> bytes:
+    counts = {"prompt_tokens": 5, "cached_tokens": 2}
+    meta = counts | {"input_token_logprobs": logprobs} | (meta or {})
     body = orjson.dumps({"text": "x", "meta_info": meta} | more)
     return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
 
@@ -91,6 +92,34 @@ async def test_long_logprobs_are_never_unfolded(monkeypatch: Any, rid: dict[str,
         assert max(unfolded) <= 64 << 10
         await c.settled()
         c.check_books()
+
+
+def flat_logprobs(rows: int) -> dict[str, Any]:
+    """SGLang's fields for ``return_flat_raw_top_logprobs`` in base64 (``tokenizer_manager.py``),
+    which decode sends with no rows."""
+    values = "QUJD" * 30_000 if rows else ""
+    return {
+        "input_top_logprobs_val_flat_b64": values,
+        "input_top_logprobs_idx_flat_b64": values,
+        "input_top_logprobs_val_flat_b64_dtype": "float32",
+        "input_top_logprobs_idx_flat_b64_dtype": "int32",
+        "input_top_logprobs_shape": [rows, 2],
+        "input_top_logprobs_null_prefix": min(1, rows),
+    }
+
+
+async def test_flat_logprobs_are_those_of_prefill() -> None:
+    async with cluster() as c:
+        c.prefill[0].raw_answers["/generate"] = reply_to([[-0.5, 1, None]], flat_logprobs(4))
+        c.decode[0].raw_answers["/generate"] = reply_to([], flat_logprobs(0))
+        asked = {
+            "return_logprob": True,
+            "top_logprobs_num": 2,
+            "return_flat_raw_top_logprobs": True,
+        }
+        status, answer = await c.generate(text="x", **asked)
+        assert status == 200
+        assert flat_logprobs(4).items() <= answer["meta_info"].items()
 
 
 async def test_decode_streams_while_a_long_prefill_reply_is_parsed(
