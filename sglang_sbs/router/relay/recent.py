@@ -39,6 +39,8 @@ class RecentRequest(msgspec.Struct, eq=False, gc=False):
     """Seconds that the attempt dispatched last was held in the scheduler."""
     status: int | None = None
     seconds: float | None = None
+    forgotten: bool = False
+    """Newer requests took its place: no id finds it, and further ids are not recorded."""
 
     def client_side(self, submitted_s: float, first_byte_s: float | None) -> ClientSide:
         """Return an attempt's times that only the front end measures. ``submitted_s`` and
@@ -91,12 +93,12 @@ class RecentRequests:
             request.submitted_s = now_s
         if len(request.sent) < MOST_ATTEMPTS:
             request.sent = (*request.sent, ClientAttempt(rid, unit))
-            self._by_id[rid] = request
+            self._find_by(rid, request)
 
     def record_id(self, request: RecentRequest, name: str) -> None:
         """Record the id that the router made for a merged response."""
         request.ids = (*request.ids, name)
-        self._by_id[name] = request
+        self._find_by(name, request)
 
     def record_held(self, request: RecentRequest, held_s: float) -> None:
         request.held_s = held_s
@@ -128,7 +130,12 @@ class RecentRequests:
         request = self.find(name)
         return None if request is None else request.story()
 
+    def _find_by(self, name: str, request: RecentRequest) -> None:
+        if not request.forgotten:  # it may have waited longer than thousands of others
+            self._by_id[name] = request
+
     def _forget(self, request: RecentRequest) -> None:
+        request.forgotten = True
         for name in (request.request_id, *request.ids, *(attempt.rid for attempt in request.sent)):
             if self._by_id.get(name) is request:
                 del self._by_id[name]

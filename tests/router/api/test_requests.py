@@ -242,6 +242,22 @@ def test_only_so_many_requests_are_remembered(monkeypatch: pytest.MonkeyPatch) -
     assert len(kept._by_id) == 30
 
 
+def test_a_forgotten_request_that_goes_on_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waiting in a queue or trying again, a request may outlast thousands of newer ones."""
+    monkeypatch.setattr(recent, "MOST_KEPT", 10)
+    kept = RecentRequests()
+    long = [kept.begin(f"long {number}", "chat", 0.0, 1, []) for number in range(5)]
+    for number in range(20):
+        kept.begin(f"id {number}", "chat", 0.0, 1, [])
+    for number, record in enumerate(long):
+        kept.on_submitted(record, f"rid {number}", 0, 1.0)
+        kept.record_id(record, f"answer {number}")
+    for number in range(20, 40):
+        kept.begin(f"id {number}", "chat", 0.0, 1, [])
+    assert len(kept._by_id) == 10
+    assert [attempt.rid for attempt in long[0].sent] == ["rid 0"]  # the access log shows it
+
+
 def test_an_id_that_is_used_again_is_the_latest_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recent, "MOST_KEPT", 2)
     kept = RecentRequests()
