@@ -24,6 +24,8 @@ class RecentRequest(msgspec.Struct, eq=False, gc=False):
     """Record of one client request, created when it is planned."""
 
     request_id: str
+    """The client's, like ``ids`` cut at ``MAX_REQUEST_ID_CHARS``: 4,096 requests with 33 ids of
+    their longest size would take 700 MiB."""
     kind: str
     began_s: float
     """Arrival on the monotonic clock, in seconds, like all times except ``began_unix_s``."""
@@ -47,7 +49,7 @@ class RecentRequest(msgspec.Struct, eq=False, gc=False):
         ``first_byte_s`` (``None``: there was none): monotonic clock."""
         first_s = submitted_s if self.submitted_s is None else self.submitted_s
         return ClientSide(
-            self.request_id[:MAX_REQUEST_ID_CHARS],
+            self.request_id,
             max(0.0, first_s - self.began_s),
             max(0.0, submitted_s - first_s),
             None if first_byte_s is None else max(0.0, first_byte_s - submitted_s),
@@ -78,13 +80,12 @@ class RecentRequests:
     def begin(
         self, request_id: str, kind: str, began_s: float, units: int, ids: Sequence[str]
     ) -> RecentRequest:
-        request = RecentRequest(
-            request_id, kind, began_s, time.time(), units, tuple(ids[:MOST_ATTEMPTS])
-        )
+        kept_ids = tuple(map(_cut, ids[:MOST_ATTEMPTS]))
+        request = RecentRequest(_cut(request_id), kind, began_s, time.time(), units, kept_ids)
         self._kept.append(request)
         if len(self._kept) > MOST_KEPT:
             self._forget(self._kept.popleft())
-        for name in (request_id, *request.ids):
+        for name in (request.request_id, *request.ids):
             self._by_id[name] = request
         return request
 
@@ -97,8 +98,8 @@ class RecentRequests:
 
     def record_id(self, request: RecentRequest, name: str) -> None:
         """Record the id that the router made for a merged response."""
-        request.ids = (*request.ids, name)
-        self._find_by(name, request)
+        request.ids = (*request.ids, _cut(name))
+        self._find_by(_cut(name), request)
 
     def record_held(self, request: RecentRequest, held_s: float) -> None:
         request.held_s = held_s
@@ -124,7 +125,7 @@ class RecentRequests:
                 return
 
     def find(self, name: str) -> RecentRequest | None:
-        return self._by_id.get(name)
+        return self._by_id.get(_cut(name))
 
     def story(self, name: str) -> Story | None:
         request = self.find(name)
@@ -139,6 +140,10 @@ class RecentRequests:
         for name in (request.request_id, *request.ids, *(attempt.rid for attempt in request.sent)):
             if self._by_id.get(name) is request:
                 del self._by_id[name]
+
+
+def _cut(name: str) -> str:
+    return name[:MAX_REQUEST_ID_CHARS]
 
 
 class Minute:

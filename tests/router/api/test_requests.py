@@ -258,6 +258,20 @@ def test_a_forgotten_request_that_goes_on_leaves_nothing(monkeypatch: pytest.Mon
     assert [attempt.rid for attempt in long[0].sent] == ["rid 0"]  # the access log shows it
 
 
+def test_long_ids_are_found_and_take_little_memory() -> None:
+    kept = RecentRequests()
+    ids = [f"{number} " + "é" * 1022 for number in range(32)]
+    record = kept.begin("r" * 32_000, "generate", 0.0, 32, ids)
+    kept.record_id(record, "a" * 1024)
+    for name in ("r" * 32_000, ids[31], "a" * 1024):
+        assert kept.find(name) is record
+    assert sum(map(len, kept._by_id)) < 5_000
+    assert sum(map(len, (record.request_id, *record.ids))) < 5_000
+    for number in range(recent.MOST_KEPT):
+        kept.begin(f"id {number}", "chat", 0.0, 1, [])
+    assert len(kept._by_id) == recent.MOST_KEPT
+
+
 def test_an_id_that_is_used_again_is_the_latest_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recent, "MOST_KEPT", 2)
     kept = RecentRequests()
