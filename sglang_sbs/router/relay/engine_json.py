@@ -118,10 +118,17 @@ def one_after_the_other(first: Any, second: Any, leave_out: int = 0) -> Any:
         second = []
     if isinstance(first, list) and isinstance(second, list):
         return first[: len(first) - leave_out] + second
-    texts = [
-        memoryview(v if isinstance(v, Raw) else b"".join(dumped_pieces(v))) for v in (first, second)
-    ]
     if leave_out:
-        entries = raw_json.decoded(raw_json.ENTRIES, texts[0])
-        texts[0] = memoryview(raw_json.list_of(entries[: len(entries) - leave_out]))
+        entries = raw_json.decoded(raw_json.ENTRIES, _text(first))
+        first = Raw(raw_json.list_of(entries[: len(entries) - leave_out]))
+    return spliced_lists((first, second))
+
+
+def spliced_lists(lists: Iterable[Any]) -> Spliced:
+    """Concatenate lists (parsed, or ``Raw`` JSON)."""
+    texts = map(_text, lists)
     return Spliced([text[1:-1]] for text in texts if text.nbytes > len(b"[]"))
+
+
+def _text(value: Any) -> memoryview:
+    return memoryview(value if isinstance(value, Raw) else b"".join(dumped_pieces(value)))

@@ -18,6 +18,9 @@ _FLAT_INPUT = "input_top_logprobs_"
 values and ids as flat lists or base64, their types, shape and number of leading nulls."""
 _ECHOED = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 """Parallel lists in OpenAI's completion logprobs."""
+_EXTENSION, _SPEC, _OUTPUT_IDS = "sglext", "spec_tokens_details", "output_ids"
+"""SGLang's extensions of OpenAI's responses, and their members that differ from choice to
+choice."""
 _EVENT_END = b"\n\n"
 
 
@@ -110,6 +113,37 @@ def _sum(left: Any, right: Any) -> Any:
     return right if left is None else left
 
 
+class ExtensionMerger:
+    """Merges SGLang's ``sglext`` objects: members of the first unit that has them, but ids of the
+    output, and with several samples the counts of speculative decoding, of each choice."""
+
+    def __init__(self, plan: RequestPlan) -> None:
+        self._plan = plan
+        self._of_units: dict[int, dict[str, Any]] = {}
+
+    def add(self, unit: int, extension: Any) -> None:
+        """Add a unit's object (parsed, or ``Raw`` JSON). Raises: JsonError, it is invalid."""
+        if isinstance(extension, Raw) and not raw_json.is_null(extension):
+            extension = engine_json.opened(memoryview(extension))
+        if isinstance(extension, dict):
+            self._of_units[unit] = extension
+
+    def value(self) -> dict[str, Any] | None:
+        """Return the merged object; ``None`` if no unit has any."""
+        found = [self._of_units.get(unit, {}) for unit in self._plan.units]
+        merged: dict[str, Any] = {}
+        for extension in found:
+            merged = extension | merged
+        if self._plan.samples > 1 and merged.get(_SPEC) is not None:
+            merged[_SPEC] = [each[_SPEC] for each in found if each.get(_SPEC) is not None]
+        if engine_json.is_list(merged.get(_OUTPUT_IDS)):
+            ids = (extension.get(_OUTPUT_IDS) for extension in found)
+            merged[_OUTPUT_IDS] = engine_json.spliced_lists(
+                choice if engine_json.is_list(choice) else [[]] for choice in ids
+            )
+        return merged or None
+
+
 class NoAnswer(ValueError):
     """A unit's response does not have SGLang's format; ``args`` are the unit and the reason."""
 
@@ -122,6 +156,7 @@ def merge_answers(
     choices are invalid."""
     usage = UsageSum(plan.samples)
     choices: list[list[bytes | Raw]] = []
+    extensions = ExtensionMerger(plan)
     first: dict[str, Raw] = {}
     for unit, answer in enumerate(answers):
         try:
@@ -131,6 +166,7 @@ def merge_answers(
             if plan.kind != "generate":
                 choices += _choices_of(unit, members.get("choices"))
                 usage.add(unit, raw_json.value_of(members.get("usage") or b"null"))
+                extensions.add(unit, members.get(_EXTENSION))
         except JsonError as error:
             raise NoAnswer(unit, str(error)) from error
     if plan.kind == "generate":
@@ -138,6 +174,8 @@ def merge_answers(
     merged: dict[str, Any] = {**first, "choices": Spliced(choices)}
     if usage.value is not None:
         merged["usage"] = usage.value
+    if (extension := extensions.value()) is not None:
+        merged[_EXTENSION] = extension
     return engine_json.dumped_pieces(merged)
 
 
@@ -162,6 +200,8 @@ class StreamMerger:
         self._response_id = response_id
         self._usage = UsageSum(plan.samples)
         self._usage_event: dict[str, Any] | None = None
+        self._extensions = ExtensionMerger(plan)
+        self._extension_event: dict[str, Any] | None = None
 
     def event(self, unit: int, value: dict[str, Any]) -> Sequence[bytes | memoryview]:
         """Return the client's pieces for one event of one unit; empty if there is nothing to send
@@ -176,12 +216,20 @@ class StreamMerger:
             self._usage.add(unit, value["usage"])
             self._usage_event = value
             return ()
+        if not choices and value.get(_EXTENSION) is not None:
+            self._extensions.add(unit, value[_EXTENSION])
+            self._extension_event = value
+            return ()
         for choice in choices or []:
             if isinstance(choice, dict):
                 choice["index"] = unit
         return sse(value)
 
     def end(self) -> bytes:
-        event = self._usage_event
-        usage = [] if event is None else sse(event | {"usage": self._usage.value})
-        return b"".join((*usage, b"data: [DONE]\n\n"))
+        """Return the last events: SGLang's extensions, the usage, and ``[DONE]``."""
+        pieces: list[bytes | memoryview] = []
+        if (event := self._extension_event) is not None:
+            pieces += sse(event | {_EXTENSION: self._extensions.value()})
+        if (event := self._usage_event) is not None:
+            pieces += sse(event | {"usage": self._usage.value})
+        return b"".join((*pieces, b"data: [DONE]\n\n"))

@@ -9,7 +9,8 @@ import pytest
 from router_harness import cluster, sse_events
 
 from sglang_sbs.router.errors import RouterError
-from sglang_sbs.router.relay.merged_answers import StreamMerger
+from sglang_sbs.router.relay.engine_json import opened
+from sglang_sbs.router.relay.merged_answers import StreamMerger, merge_answers
 from sglang_sbs.router.requests.plan import plan_request
 from sglang_sbs.scheduling.events import RequestArrived
 from tools.stand_ins.mock_engine import Behaviour
@@ -120,6 +121,39 @@ def test_a_prompts_cached_tokens_count_once_whichever_sample_ends_first(order: l
         "completion_tokens": 12,
         "total_tokens": 32,
         "prompt_tokens_details": {"cached_tokens": 8},
+    }
+
+
+def extension_of(unit: int, length: int) -> dict[str, Any]:
+    """SGLang's ``sglext`` of a chat with ``n`` 1 (``serving_chat.py``)."""
+    ids = [unit] * length
+    spent = {"spec_verify_ct": unit}
+    return {"spec_tokens_details": spent, "input_ids": [7, 7], "output_ids": [ids]}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("length", [2, 100_000])
+def test_ids_of_every_choice_are_in_the_merged_extension(stream: bool, length: int) -> None:
+    """SGLang has one ``output_ids`` per choice, one ``spec_tokens_details`` per sample."""
+    plan = plan_request("chat", orjson.dumps(CHAT | {"n": 3}))
+    if stream:
+        merger = StreamMerger(plan, "id")
+        for unit in (2, 0, 1):
+            data = orjson.dumps(
+                {"id": f"{unit}", "choices": [], "sglext": extension_of(unit, length)}
+            )
+            assert merger.event(unit, opened(data)) == ()
+        answer, end = sse_events(merger.end())
+        assert (answer["id"], answer["choices"], end) == ("id", [], "[DONE]")
+    else:
+        choices = [{"index": 0, "message": {"role": "assistant", "content": "x"}}]
+        answers = [{"choices": choices, "sglext": extension_of(unit, length)} for unit in range(3)]
+        merged = merge_answers(plan, [orjson.dumps(each) for each in answers])
+        answer = orjson.loads(b"".join(merged))
+    assert answer["sglext"] == {
+        "spec_tokens_details": [{"spec_verify_ct": unit} for unit in range(3)],
+        "input_ids": [7, 7],
+        "output_ids": [[unit] * length for unit in range(3)],
     }
 
 
