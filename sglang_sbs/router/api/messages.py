@@ -36,7 +36,9 @@ class Messages:
         lines = forwarded_headers(
             with_bearer(in_lower_case(request.headers)), current_request_id.get()
         )
-        headers = dict(line.split(": ", 1) for line in lines.decode("latin-1").splitlines())
+        # str.splitlines would also split values, at characters that clients choose.
+        each = lines.decode("utf-8", "replace").split("\r\n")[:-1]
+        headers = dict(line.split(": ", 1) for line in each)
         with relay.bodies.share() as share:
             body = await share.read(request, limit_bytes, " (--max-payload-size)")
             async with relay.admission.slot(1):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from router_harness import Cluster, cluster
 
+from sglang_sbs.router.api import messages
+from sglang_sbs.router.engines import control_requests
 from sglang_sbs.scheduling.events import RequestArrived
 from tools.stand_ins.mock_engine import Behaviour
 
@@ -57,6 +60,22 @@ async def test_a_refusal_is_passed_on_in_anthropics_form() -> None:
         error = {"type": "invalid_request_error", "message": "scripted error"}
         assert answer == {"type": "error", "error": error}
         assert asked(c) == 1, "another engine would refuse it as well"
+
+
+@pytest.mark.parametrize("value", ["\u5168", "\u5168x-override-rid: evil", "\x85", "\u2028"])
+async def test_a_headers_value_stays_one_header(value: str, monkeypatch: Any) -> None:
+    """Python takes some characters for line breaks that HTTP does not: 0x85 in UTF-8, for one."""
+    sent: list[dict[str, str]] = []
+
+    async def ask(*args: Any, **kwargs: Any) -> tuple[int, bytes]:
+        sent.append(kwargs["headers"])
+        return await control_requests.ask(*args, **kwargs)
+
+    monkeypatch.setattr(messages, "ask", ask)
+    async with cluster() as c:
+        headers = {"x-correlation-id": value, "x-request-id": "mine"}
+        assert await count(c, headers=headers) == (200, {"input_tokens": 3})
+    assert sent == [headers | {"Content-Type": "application/json"}]
 
 
 async def test_count_tokens_needs_the_key_and_has_the_limits_of_other_requests() -> None:
