@@ -350,7 +350,10 @@ def _prompts(
     alone, namespace = is_alone(shared), namespace_of(shared)
     prompts = []
     for raw, members in zip(values, own, strict=True):
-        read, its_namespace, just_it = _read(key, raw), namespace, alone
+        its_namespace, just_it = namespace, alone
+        ids = members.get("input_ids", rest.get("input_ids")) if key == "text" else None
+        # Engines take the ids if they get both.
+        read = _read(key, raw) if ids is None else _read("input_ids", ids)
         if members:
             fields = shared | typed_fields({n: members[n] for n in _OF_CACHE if n in members})
             its_namespace, just_it = namespace_of(fields), is_alone(fields)

@@ -182,6 +182,20 @@ async def test_the_scheduler_hears_length_and_limit() -> None:
         assert (text.prompt_tokens, text.max_new_tokens) == (100, 16)
 
 
+async def test_ids_count_where_a_request_has_a_text_as_well() -> None:
+    """SGLang's ``_tokenize_one_request`` takes the ids, of each prompt in a batch."""
+    async with cluster(prefill_says={"max_req_input_len": 1000}) as c:
+        await c.generate(text="x", input_ids=list(range(50)))
+        await c.generate(text=["x", "y"], input_ids=[[1] * 60, [2] * 70])
+        await c.generate(text="x" * 40, input_ids=None)
+        lengths = [event.prompt_tokens for event in c.scheduler.of(RequestArrived)]
+        assert lengths == [50, 60, 70, 10]
+        status, answer = await c.generate(text="x", input_ids=[1] * 1200)
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+        sent = c.decode[0].requests[0].body
+        assert (sent["text"], sent["input_ids"]) == ("x", list(range(50)))
+
+
 async def test_http_1_0_clients_get_an_unchunked_stream() -> None:
     async with cluster() as c:
         reader, writer = await asyncio.open_connection("127.0.0.1", c.server.port)
