@@ -12,6 +12,7 @@ from aiohttp import HttpVersion11
 from harness.raw_engines import raw_server, read_request
 from router_harness import cluster, options_for, sse_events, until
 
+from sglang_sbs.router import server as server_module
 from sglang_sbs.router.client import answer_stream
 from sglang_sbs.router.client.answer_stream import Downstream
 from sglang_sbs.router.client.intake import Doorman
@@ -281,6 +282,25 @@ async def test_while_draining_every_answer_closes_its_connection_and_uploads_are
     writer.close()
     await prefill.stop()
     await decode.stop()
+
+
+async def test_the_end_waits_for_a_client_that_reads_its_answer_slowly(monkeypatch: Any) -> None:
+    monkeypatch.setattr(server_module, "_LAST_WORDS_S", 0.1)
+    async with cluster() as c:
+        answer = b'{"text":"%b","meta_info":{}}' % (b"x" * (16 << 20))
+        head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(answer)
+        c.decode[0].raw_answers["/generate"] = head + answer
+        reader, writer = await asyncio.open_connection("127.0.0.1", c.server.port)
+        body = orjson.dumps({"text": "x"})
+        head = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+        writer.write(head + body)
+        await reader.readuntil(b"\r\n\r\n")
+        stop = asyncio.create_task(c.server.stop(grace_s=20))
+        await until(lambda: c.server.in_flight.draining)
+        await asyncio.sleep(0.5)
+        assert await reader.readexactly(len(answer)) == answer
+        await stop
+        writer.close()
 
 
 # Keys -------------------------------------------------------------------------------------------

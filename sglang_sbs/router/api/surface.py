@@ -184,7 +184,11 @@ class Surface:
         parts = {} if known is None else split_of(known, self._scheduler.dispatcher)
         if value := server_timing(parts):
             answer.headers[HEADER] = value
-        return await send(request, answer, self._options.relay.pace)
+        self._in_flight.on_answered()
+        try:
+            return await send(request, answer, self._options.relay.pace)
+        finally:
+            self._in_flight.on_sent()
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:

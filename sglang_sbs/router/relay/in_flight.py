@@ -148,13 +148,14 @@ class InFlight:
     _tasks: dict[asyncio.Task[object], Sequence[str]] = field(default_factory=dict)
     """Tasks of client requests, each with the client's own ids."""
     _aborted: set[asyncio.Task[object]] = field(default_factory=set)
+    _sending: int = 0
+    """Complete responses that are still being sent; they can no longer be aborted."""
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self, worker_key: str | None) -> None:
         self.aborts = Aborts(self.pool, worker_key, self.metrics.aborts.inc)
         self._keyed = worker_key is not None
         self.parking = Parking(self.transfer_timeout_s)
-        self._idle.set()
 
     def __len__(self) -> int:
         return len(self._attempts)
@@ -168,7 +169,6 @@ class InFlight:
     def on_begun(self, task: asyncio.Task[object]) -> None:
         """Register a client request until :meth:`over`."""
         self._tasks[task] = ()
-        self._idle.clear()
 
     def record_ids(self, task: asyncio.Task[object], rids: Sequence[str]) -> None:
         """Set the client's ids, by which the request can be aborted."""
@@ -179,6 +179,14 @@ class InFlight:
         self._aborted.discard(task)
         if not self._tasks:
             self._idle.set()
+
+    def on_answered(self) -> None:
+        """Count a complete response until :meth:`on_sent`: shutdown waits for slow readers."""
+        self._sending += 1
+
+    def on_sent(self) -> None:
+        self._sending -= 1
+        self._idle.set()
 
     def abort(self, rid: str = "") -> int:
         """Abort the requests whose client id starts with ``rid`` (as SGLang matches), or all if it
@@ -198,7 +206,10 @@ class InFlight:
         return task in self._aborted
 
     async def wait_idle(self) -> None:
-        await self._idle.wait()
+        """Wait until all client requests are over and their responses are sent."""
+        while self._tasks or self._sending:
+            self._idle.clear()
+            await self._idle.wait()
 
     # Attempts ---------------------------------------------------------------------------------
 
