@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import random
+
+import msgspec
 import pytest
 from driver import Driver
 from harness.learned_instance import FIXED_S, PAIR_S, TOKEN_S, instance, request
 
 from sglang_sbs.scheduling import InstanceDown, InstanceUp
 from sglang_sbs.scheduling.events import BlocksStored
+from sglang_sbs.scheduling.policies.adaptive import batch
 from sglang_sbs.scheduling.policies.adaptive.pass_forecast import (
     Home,
     PassForecast,
@@ -272,3 +276,39 @@ def test_of_a_prompt_that_was_sent_the_cached_part_has_no_weight():
     it = instance()
     it.on_dispatched("turn", 0, 9000, now_s=0.0, cached_tokens=8900)
     assert [a_pass.ends for a_pass in forecast(it)._passes] == [1.0]
+
+
+def test_a_pass_that_is_no_requests_home_takes_no_look_at_the_queue(monkeypatch):
+    """Caches gather the homes on few instances. The passes of all others are open as well, and no
+    request of the queue may leave for them."""
+    looks = 0
+    skip = batch._Filters._skip
+
+    def counted(filters, request):
+        nonlocal looks
+        looks += 1
+        return skip(filters, request)
+
+    monkeypatch.setattr(batch._Filters, "_skip", counted)
+    waiting, page, pages, chances = 150, 64, 50, random.Random(1)
+    driver = Driver()
+    for number in range(60):
+        up = InstanceUp(instance=f"p{number}", role="prefill", dp_size=2, chunk_tokens=16 * page)
+        caching = {"page_size": page, "prefix_source": "approximate", "overlap": True}
+        driver.tell(msgspec.structs.replace(up, **caching))
+    driver.tell(InstanceUp(instance="d0", role="decode", dp_size=32))
+    most = 0
+    for number in range(waiting):
+        conversation, shared = chances.randrange(5), chances.randrange(pages)
+        first = [10_000 * conversation + at for at in range(shared)]
+        own = [10**6 * (1 + number) + at for at in range(pages - shared)]
+        looks = 0
+        driver.arrive(f"r{number}", pages * page, blocks=[*first, *own], block_tokens=page)
+        most = max(most, looks)
+        driver.wait(1e-5)
+    for _ in range(20):
+        looks = 0
+        driver.wait(0.01)
+        most = max(most, looks)
+    assert len(driver.scheduler.queue) > waiting / 2
+    assert most < 60 * waiting

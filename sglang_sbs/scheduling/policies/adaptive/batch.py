@@ -37,9 +37,12 @@ def choose(view: View, division: Division, moment: CacheAffinity) -> Iterator[Ba
     """Yield a batch for each open pass in turn, as long as requests for it are found (step 5 of a
     decision). The caller stops when one is placed. ``moment``: cached prefixes at this moment."""
     tried = 0
-    tries_all = view.learned.long.uneven_chunks or view.by_forecast
+    # An overdue request may go to any instance, whatever its forecast.
+    tries_all = view.learned.long.uneven_chunks or (view.by_forecast and view.overdue)
+    chosen = {home.instance for home in division.homes.values()}
     for opening in division.passes:
-        if tried < TUNING.most_tried or tries_all or moment.is_wanted(opening.instance):
+        wanted = opening.instance.id in chosen or moment.is_wanted(opening.instance)
+        if tried < TUNING.most_tried or tries_all or wanted:
             affinity = division.affinity(moment, opening.instance)
             filters = _Filters(view, affinity, opening.instance)
             batch = _batch_for(view, filters, opening)
