@@ -98,6 +98,7 @@ def _leave(stray: Stray) -> int | None:
     rid, source = stray.rid, stray.source
     rank = source.ranks[stray.rank]
     if rid not in rank.requests:
+        rank.prompts.pop(rid, None)
         return None
     tokens, prompt = rank.requests[rid].tokens, rank.prompts.get(rid)
     unreported = rid in rank.flight or rid in rank.presumed

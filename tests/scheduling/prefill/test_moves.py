@@ -330,3 +330,13 @@ def test_an_instance_whose_last_request_moved_elsewhere_owes_nothing() -> None:
     target.moves.follow(target.ranks, 0, [Stray("x", source, 0, 500, 0)])
     assert source.ranks.backlog_tokens == 0
     assert source.quiescent
+
+
+def test_a_request_that_was_given_up_and_then_moved_leaves_nothing_where_it_was():
+    driver = Driver(policy="least_tokens").up(dp=2, chunk=CHUNK)
+    (made,) = driver.arrive("r", 9000)
+    driver.wait(100.0)
+    assert driver.scheduler.prefill["p0"].watchdog.fires
+    driver.report("p0", 1 - made.prefill_rank, kind="heartbeat", rids=["r"])
+    driver.tell(RequestEnded(rid="r", outcome="aborted"))
+    assert [list(rank.prompts) for rank in driver.scheduler.prefill["p0"].ranks] == [[], []]
