@@ -94,6 +94,10 @@ class Tuning(Memories):
     most_planned: int = 128
     """Number of waiting requests that pass forecasts place; later ones do not matter for the next
     pass."""
+    most_forecast: int = 128
+    """Number of passes that forecasts predict one by one. Later passes of a prompt count as passes
+    of that prompt alone: a prompt of a million tokens has a thousand of them, and each decision
+    compares several places for many prompts."""
     nearest: int = 6
     """Number of instances compared for each request in pass forecasts: those that start next."""
     most_holders: int = 2

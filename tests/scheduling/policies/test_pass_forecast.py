@@ -312,3 +312,19 @@ def test_a_pass_that_is_no_requests_home_takes_no_look_at_the_queue(monkeypatch)
         most = max(most, looks)
     assert len(driver.scheduler.queue) > waiting / 2
     assert most < 60 * waiting
+
+
+def test_the_passes_of_a_very_long_prompt_are_not_predicted_one_by_one():
+    chunks = 1000
+    lengths_s = [pass_s(1000, 1000 * index) for index in range(chunks)]
+    weight = 1 + TUNING.chunk_weight * (chunks - 1)
+    delays = 0.5 * sum(length_s * length_s for length_s in lengths_s)
+    predicted = forecast(instance())
+    cost_s = predicted.cost_s(request("r", 1000 * chunks), Terms(waiting_per_s=0.5))
+    assert cost_s == pytest.approx(weight * sum(lengths_s) + delays, rel=0.15)
+    for number in range(3):
+        predicted.add(request(f"r{number}", 1000 * chunks), Terms())
+    assert len(predicted._passes) <= TUNING.most_forecast
+    # Two are on one rank, and what comes behind them waits for all of their passes.
+    behind_s = predicted.cost_s(request("short", 100), Terms())
+    assert behind_s > 0.9 * chunks * predicted._passes[-1].length_s

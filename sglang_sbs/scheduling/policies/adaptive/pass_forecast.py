@@ -25,7 +25,7 @@ from sglang_sbs.scheduling.events import InstanceId
 from sglang_sbs.scheduling.paging import paged
 from sglang_sbs.scheduling.policies.idle_turns import whose_turn
 from sglang_sbs.scheduling.policies.tuning import TUNING
-from sglang_sbs.scheduling.prefill.completion import PassFormula, cut, likely_ranks
+from sglang_sbs.scheduling.prefill.completion import PassFormula, attention_pairs, cut, likely_ranks
 from sglang_sbs.scheduling.prefill.instance import PrefillInstance
 from sglang_sbs.scheduling.request import Request
 
@@ -181,7 +181,11 @@ class PassForecast:
         cached = request.hit_tokens(instance.id, rank)
         uncached = request.prompt_tokens - cached
         waiting_per_s, mean_pass_s = terms.waiting_per_s, terms.pass_s
-        for index, part, pairs in cut(at, uncached, cached, chunk):
+        if first > known >= TUNING.most_forecast:
+            done_s += (first - known) * passes[-1].length_s
+        left, context = uncached, cached
+        most = max(0, TUNING.most_forecast - first)
+        for index, part, pairs in islice(cut(at, uncached, cached, chunk), most):
             a_pass = passes[index] if index < known else self._empty
             length_s, _ = a_pass.with_s(formula, rank, part, pairs, load_s)
             waiting = waiting_per_s * max(length_s, mean_pass_s)
@@ -189,6 +193,14 @@ class PassForecast:
             ends -= a_pass.ends
             done_s += length_s
             load_s = 0.0
+            left, context = left - part, context + part
+        if left:
+            # All passes of the rest are as long as the one in its middle.
+            pairs = attention_pairs(chunk, context + max(0, left - chunk) // 2)
+            length_s, _ = self._empty.with_s(formula, rank, chunk, pairs, load_s)
+            more_s = left / chunk * length_s
+            done_s += more_s
+            delays_s += more_s * waiting_per_s * max(length_s, mean_pass_s)
         again = uncached - request.uncached_tokens
         again_s = terms.again_weight * again / instance.tokens_per_s
         weight = terms.impatience * self._weight_of(request.uncached_tokens)
@@ -223,10 +235,12 @@ class PassForecast:
                 ahead, own = (ahead // chunk + 1) * chunk, 0
             self._requests[rank] = own
         self._ahead[rank] = ahead
-        for index, part, pairs in cut(at, tokens, context, chunk):
+        most = TUNING.most_forecast
+        parts = cut(at, tokens, context, chunk)
+        for index, part, pairs in islice(parts, max(0, most - at // chunk)):
             self._own(index).add(instance.model.formula, rank, part, pairs, load_s)
             load_s = 0.0
-        last = self._own((at + tokens - 1) // chunk)
+        last = self._own(min((at + tokens - 1) // chunk, most - 1))
         last.ends += weight
 
     def _own(self, index: int) -> _FuturePass:
