@@ -47,6 +47,9 @@ _OTHER_SPEED = 1.6
 inverse; with 30 % of jitter one pass in 17 is. The engine's speed has changed if ``_LASTING`` of
 the last ``_LAST`` passes are, all on one side."""
 _ERROR_STEP = 0.1
+_MOST_FEATURE = 1e5
+"""Limit on each feature of a pass, in chunks or, for attention, squares of chunks. Larger ones, of
+faulty reports, would leave no digits for the others in the fit."""
 
 _Features = tuple[float, float, float, float]
 
@@ -198,9 +201,9 @@ class ForwardModel:
             _, most, heaviest = max(zip(own_s, pairs, tokens_per_rank, strict=True))
         return (
             1.0,
-            heaviest / self._token_unit,
-            sum(tokens_per_rank) / len(tokens_per_rank) / self._token_unit,
-            2 * most / self._token_unit**2,
+            min(_MOST_FEATURE, heaviest / self._token_unit),
+            min(_MOST_FEATURE, sum(tokens_per_rank) / len(tokens_per_rank) / self._token_unit),
+            min(_MOST_FEATURE, 2 * most / self._token_unit**2),
         )
 
 

@@ -119,6 +119,16 @@ def test_any_history_gives_a_positive_prediction_that_does_not_fall_with_load(hi
     )
 
 
+@pytest.mark.parametrize(("tokens", "pairs"), [(2**40, 0.0), (3000, 2.0**70), (2**40, 2.0**70)])
+def test_implausibly_large_passes_leave_the_model_defined(tokens: int, pairs: float):
+    model = ForwardModel(t_default_s=0.2, chunk_tokens=3072)
+    for _ in range(30):
+        model.observe([tokens] * 8, 0.3, [pairs] * 8)
+    for _ in range(300):
+        model.observe([3000] * 8, 0.3, [0.0] * 8)
+    assert model.predict_s([3000] * 8) == pytest.approx(0.3, rel=0.1)
+
+
 def test_it_learns_what_the_context_of_long_prompts_costs():
     rng = random.Random(5)
     model = ForwardModel(t_default_s=0.5, chunk_tokens=16384)
