@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--key-file", type=Path, metavar="FILE", help=key)
     minutes = "how long to record; Ctrl-C ends it earlier (default: %(default)s)"
     made.add_argument("--minutes", type=float, default=10.0, metavar="N", help=minutes)
-    out = "event log to write; an older file is replaced (default: %(default)s)"
+    out = "event log to write; an older file is kept as FILE.1 (default: %(default)s)"
     made.add_argument("--out", type=Path, default=Path("traffic.events"), metavar="FILE", help=out)
     return made
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -37,9 +38,12 @@ class LogRecord(msgspec.Struct, array_like=True, frozen=True):
 
 
 class EventLogWriter:
-    """Writes an event log. Writes are buffered, so that an event costs microseconds."""
+    """Writes an event log. Writes are buffered, so that an event costs microseconds. An earlier
+    file of that name is kept with ``.1`` appended: a router that is restarted after a failure must
+    not discard the log of it."""
 
     def __init__(self, path: Path, config: SchedulerConfig, *, observed: bool = False) -> None:
+        _keep_earlier(path)
         # Readable only by its owner: it shows clients, times and common prompt prefixes.
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -64,6 +68,14 @@ class EventLogWriter:
     def _append(self, record: LogRecord) -> None:
         data = self._encoder.encode(record)
         self._file.write(len(data).to_bytes(4, "big") + data)
+
+
+def _keep_earlier(path: Path) -> None:
+    with suppress(OSError):  # no such file, or a directory that must not change: overwrite it
+        about = path.stat()
+        if stat.S_ISREG(about.st_mode) and about.st_size > 0:
+            real = path.resolve()
+            real.replace(f"{real}.1")
 
 
 def read_event_log(

@@ -147,7 +147,8 @@ GROUPS: dict[str, tuple[Option, ...]] = {
             "maximum number of KV pages remembered, about 100 to 200 bytes each "
             "(sbs_prefix_index_blocks)"),
         Option("sbs-event-log", "event_log", Path,
-            "record scheduler events and commands for replay", metavar="FILE"),
+            "record scheduler events and commands for replay; a restart keeps the FILE of the run "
+            "before as FILE.1", metavar="FILE"),
         Option("sbs-trial", "trial", str,
             "compare --policy with this baseline on live traffic, in alternating slots, until "
             "the difference is certain: round_robin, or round_robin,slot=180s,p99=5s and more "

@@ -235,6 +235,18 @@ def test_the_event_log_is_for_its_owner_only(tmp_path: Path) -> None:
     EventLogWriter(Path("/dev/null"), SchedulerConfig()).close()
 
 
+def test_a_restart_keeps_the_event_log_of_the_run_before(tmp_path: Path) -> None:
+    path, link = tmp_path / "events.log", tmp_path / "link.log"
+    link.symlink_to(path)
+    for policy in ("round_robin", "least_tokens"):
+        EventLogWriter(link, SchedulerConfig(policy=policy)).close()
+    for name, policy in (("events.log", "least_tokens"), ("events.log.1", "round_robin")):
+        [header] = read_event_log(tmp_path / name)
+        assert header.config is not None
+        assert header.config.policy == policy
+    assert link.is_symlink()
+
+
 async def test_the_event_log_replays_to_the_same_commands(tmp_path: Path) -> None:
     path = tmp_path / "events.log"
     config = SchedulerConfig(policy="least_tokens")
