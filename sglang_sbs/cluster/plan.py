@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -200,21 +201,19 @@ def plan_cluster(options: ClusterOptions, port_blocks: Iterator[int]) -> Cluster
 
 class _Planner:
     def __init__(self, options: ClusterOptions, port_blocks: Iterator[int]) -> None:
-        flags = options.engine_flags
-        tensor_parallel = int_flag(flags, "--tp", "--tp-size", "--tensor-parallel-size")
         self._ranks = {role: dp_ranks(options.flags_of(role)) for role in Role}
-        _check(options, tensor_parallel, self._ranks)
+        _check(options, self._ranks)
         self._keys = {role: Keys.of_flags(options.flags_of(role)) for role in Role}
-        pipeline_parallel = int_flag(flags, "--pp", "--pp-size", "--pipeline-parallel-size")
-        replicas = max(ranks.replicas for ranks in self._ranks.values())
-        self._gpus = tensor_parallel * pipeline_parallel * replicas
+        self._gpus = {role: _gpus(options.flags_of(role)) for role in Role}
         self._options = options
         self._port_blocks = port_blocks
         self._environment = dict(options.environment)
         # Of this process, where SGLang has loaded plugins.
         self._environment.pop("SGLANG_SBS_BOOT_ID", None)
         if options.cpu is not None:
-            self._environment |= options.cpu.environment(self._gpus, self._environment)
+            self._environment |= options.cpu.environment(
+                max(self._gpus.values()), self._environment
+            )
         self._router_block = next(port_blocks) if options.with_router else None
 
     def plan(self) -> ClusterPlan:
@@ -222,9 +221,10 @@ class _Planner:
         names = [(Role.PREFILL, n) for n in range(options.prefill_instances)]
         names += [(Role.DECODE, n) for n in range(options.decode_instances)]
         names += [(Role.UNIFIED, n) for n in range(options.unified_instances)]
+        first_gpus = accumulate((self._gpus[role] for role, _ in names), initial=0)
         instances = tuple(
-            self._instance(role, f"{role}-{number}", at * self._gpus)
-            for at, (role, number) in enumerate(names)
+            self._instance(role, f"{role}-{number}", first_gpu)
+            for (role, number), first_gpu in zip(names, first_gpus, strict=False)
         )
         first = self._router_block
         return ClusterPlan(
@@ -284,7 +284,7 @@ class _Planner:
 
     def _argv(self, role: Role, ports: _Ports, node: int, first_gpu: int) -> tuple[str, ...]:
         options, nodes = self._options, self._nodes(role)
-        host, first_gpu = _node_host(node), first_gpu + node * (self._gpus // nodes)
+        host, first_gpu = _node_host(node), first_gpu + node * (self._gpus[role] // nodes)
         given, ranks = options.flags_of(role), self._ranks[role]
         planned = ["--model-path", options.model_path, "--host", host, "--port", str(ports.http)]
         if nodes > 1:
@@ -323,14 +323,24 @@ def _endforward_endpoint(router_block: int) -> str:
     return f"tcp://127.0.0.1:{router_block + 1}"
 
 
-def _check(options: ClusterOptions, processes: int, ranks_of: Mapping[Role, DpRanks]) -> None:
+def _tensor_parallel(flags: Sequence[str]) -> int:
+    return int_flag(flags, "--tp", "--tp-size", "--tensor-parallel-size")
+
+
+def _gpus(flags: Sequence[str]) -> int:
+    """Return the number of GPUs of an instance with these flags."""
+    pipeline_parallel = int_flag(flags, "--pp", "--pp-size", "--pipeline-parallel-size")
+    return _tensor_parallel(flags) * pipeline_parallel * dp_ranks(flags).replicas
+
+
+def _check(options: ClusterOptions, ranks_of: Mapping[Role, DpRanks]) -> None:
     for flag, count in (
         ("--prefill-instances", options.prefill_instances),
         ("--decode-instances", options.decode_instances),
     ):
         if count < 0 or (count == 0 and options.unified_instances == 0):
             raise PlanError(f"{flag} must be at least 1, got {count}")
-    nodes = options.prefill_nodes
+    nodes, processes = options.prefill_nodes, _tensor_parallel(options.flags_of(Role.PREFILL))
     if nodes < 1 or processes % nodes:
         raise PlanError(f"prefill_nodes is {nodes}: --tp {processes} must be a multiple of it")
     for flags in (options.engine_flags, options.prefill_flags, options.decode_flags):

@@ -249,6 +249,19 @@ def test_dp_without_dp_attention_multiplies_the_gpus() -> None:
     assert value(planned.instances[1].argv, "--base-gpu-id") == "12"
 
 
+def test_roles_of_different_sizes_share_no_gpu() -> None:
+    planned = plan(
+        prefill_instances=2,
+        decode_instances=2,
+        engine_flags=("--tp", "2"),
+        prefill_flags=("--tp", "4", "--attn-dp-size", "4"),
+        decode_flags=("--dp-size", "3"),
+    )
+    first, *others = planned.instances
+    assert "--base-gpu-id" not in first.argv
+    assert [value(other.argv, "--base-gpu-id") for other in others] == ["4", "8", "14"]
+
+
 def test_a_users_first_gpu_and_step_are_kept() -> None:
     planned = plan(engine_flags=("--tp", "2", "--base-gpu-id", "8", "--gpu-id-step", "2"))
     assert [value(instance.argv, "--base-gpu-id") for instance in planned.instances] == ["8", "12"]
