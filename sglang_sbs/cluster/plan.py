@@ -31,6 +31,9 @@ MIN_KV_EVENTS_PAGE_SIZE = 8
 more than it saves."""
 _KV_EVENTS_BUFFER_STEPS = 2000
 
+BIND_FLAG = "--sbs-endforward-bind"
+_LOOPBACK = {"0.0.0.0": "127.0.0.1", "*": "127.0.0.1", "::": "[::1]", "[::]": "[::1]"}
+"""Wildcard addresses, which can be listened on but not connected to, and this machine's."""
 ROUTERS_ENV = "SGLANG_SBS_ROUTERS"
 RUST_SERVER_ENV = "SGLANG_RUST_SERVER"
 """SGLang's switch for its Rust server: each DP rank then serves HTTP itself, at the instance's port
@@ -272,8 +275,10 @@ class _Planner:
             environment.setdefault(HEALTH_PASS_ENV, "0")  # decode asks every 5 s
         if self._router_block is not None:
             # Those of the user get reports as well: sglang-sbs observe, or a router elsewhere.
-            own, others = _endforward_endpoint(self._router_block), environment.get(ROUTERS_ENV)
-            environment[ROUTERS_ENV] = f"{own},{others}" if others else own
+            others = environment.pop(ROUTERS_ENV, "")
+            own = _endforward_target(self._options.router_flags, self._router_block)
+            if endpoints := ",".join(filter(None, (own, others))):
+                environment[ROUTERS_ENV] = endpoints
             environment["SGLANG_SBS_INSTANCE_ID"] = url
             if key_file := text_flag(self._options.router_flags, "--sbs-endforward-key-file"):
                 environment["SGLANG_SBS_ENDFORWARD_KEY_FILE"] = key_file
@@ -321,6 +326,15 @@ class _Planner:
 
 def _endforward_endpoint(router_block: int) -> str:
     return f"tcp://127.0.0.1:{router_block + 1}"
+
+
+def _endforward_target(router_flags: Sequence[str], router_block: int) -> str:
+    """Return the endpoint by which engines reach the router; empty: it takes no messages."""
+    bound = text_flag(router_flags, BIND_FLAG) or _endforward_endpoint(router_block)
+    if bound.lower() == "none":
+        return ""
+    host, colon, port = bound.removeprefix("tcp://").rpartition(":")
+    return f"tcp://{_LOOPBACK[host]}{colon}{port}" if host in _LOOPBACK else bound
 
 
 def _tensor_parallel(flags: Sequence[str]) -> int:
@@ -444,7 +458,7 @@ def _plan_router(
     named = options.router_tokenizer
     tokenizer = options.model_path if named is None else named
     defaults = ["--tokenizer-path", tokenizer] if tokenizer else []
-    defaults += ["--sbs-endforward-bind", _endforward_endpoint(block)]
+    defaults += [BIND_FLAG, _endforward_endpoint(block)]
     argv += without_given(defaults, options.router_flags)
     argv += options.router_flags
     given = options.router_keys or Keys.of_flags(options.router_flags)
@@ -455,8 +469,7 @@ def _plan_router(
     if keys.admin and not given.admin:
         environment[VARIABLES[ADMIN_FLAG]] = keys.admin
     scheme = "https" if text_flag(options.router_flags, "--tls-cert-path") else "http"
-    # A wildcard address can be listened on, but not connected to.
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(options.router_host, options.router_host)
+    host = _LOOPBACK.get(options.router_host, options.router_host)
     return ServerPlan(
         name="router",
         argv=tuple(argv),

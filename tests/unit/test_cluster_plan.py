@@ -299,6 +299,28 @@ def test_engines_report_to_the_users_endpoints_as_well() -> None:
         assert instance.environment["SGLANG_SBS_ROUTERS"] == f"{bind},tcp://recorder:7600"
 
 
+@pytest.mark.parametrize(
+    ("bind", "reported_to"),
+    [
+        ("tcp://127.0.0.1:7600", "tcp://127.0.0.1:7600"),
+        ("tcp://0.0.0.0:7600", "tcp://127.0.0.1:7600"),
+        ("tcp://*:7600", "tcp://127.0.0.1:7600"),
+        ("tcp://[::]:7600", "tcp://[::1]:7600"),
+        ("tcp://10.0.0.1:7600", "tcp://10.0.0.1:7600"),
+        ("ipc:///tmp/endforward", "ipc:///tmp/endforward"),
+        ("none", None),
+    ],
+)
+def test_engines_report_where_the_user_has_the_router_listen(
+    bind: str, reported_to: str | None
+) -> None:
+    planned = plan(router_flags=("--sbs-endforward-bind", bind))
+    assert planned.router is not None
+    assert value(planned.router.argv, "--sbs-endforward-bind") == bind
+    for instance in planned.instances:
+        assert instance.environment.get("SGLANG_SBS_ROUTERS") == reported_to
+
+
 def test_the_router_gets_its_workers_and_the_users_flags() -> None:
     planned = plan(prefill_instances=2, router_flags=("--policy", "sbs"), router_port=30000)
     assert planned.router is not None
