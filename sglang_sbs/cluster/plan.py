@@ -470,6 +470,8 @@ def _plan_router(
         environment[VARIABLES[ADMIN_FLAG]] = keys.admin
     scheme = "https" if text_flag(options.router_flags, "--tls-cert-path") else "http"
     host = _LOOPBACK.get(options.router_host, options.router_host)
+    if ":" in host and not host.startswith("["):
+        host = f"[{host}]"
     return ServerPlan(
         name="router",
         argv=tuple(argv),

@@ -368,6 +368,17 @@ def test_a_wildcard_router_is_reached_on_loopback() -> None:
     assert planned.router.url == "http://127.0.0.1:30000"
 
 
+@pytest.mark.parametrize(
+    ("host", "reached_at"),
+    [("::1", "[::1]"), ("2001:db8::5", "[2001:db8::5]"), ("::", "[::1]"), ("box", "box")],
+)
+def test_the_url_of_a_router_at_an_ipv6_address_has_brackets(host: str, reached_at: str) -> None:
+    planned = plan(router_host=host, router_port=30000)
+    assert planned.router is not None
+    assert value(planned.router.argv, "--host") == host
+    assert planned.router.url == f"http://{reached_at}:30000"
+
+
 def test_cpu_engines_are_forked_with_the_cpu_environment() -> None:
     planned = plan(cpu=CpuEngines(), engine_flags=DP_ATTENTION, unified_instances=1)
     assert planned.cpu
