@@ -136,8 +136,8 @@ def plan_from_command_line(
             prefill_instances=own.prefill_instances,
             decode_instances=own.decode_instances,
             engine_flags=engine_flags,
-            prefill_flags=shlex.split(own.prefill_args),
-            decode_flags=shlex.split(own.decode_args),
+            prefill_flags=_words("--prefill-args", own.prefill_args),
+            decode_flags=_words("--decode-args", own.decode_args),
             cpu=_cpu_engines(own.virtual_gpu) if _on_cpu(own) else None,
             log_dir=own.log_dir or _new_log_dir(own.dry_run),
             environment=dict(os.environ),
@@ -150,6 +150,14 @@ def plan_from_command_line(
         return plan_cluster(options, free_port_blocks(PORTS_PER_INSTANCE)), own, router
     except (PlanError, FlagError) as error:
         parser.error(str(error))
+
+
+def _words(flag: str, text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        how = "quote its values as in a shell"
+        raise PlanError(f"{flag}: {str(error).lower()} in {text!r}; {how}") from None
 
 
 def _router_tokenizer(model: str, engine_flags: Sequence[str], router: RouterOptions) -> str:

@@ -57,6 +57,15 @@ def test_role_flags_are_split_like_a_shell_does(capsys: pytest.CaptureFixture[st
     assert decode.endswith("--d")
 
 
+def test_an_open_quote_in_role_flags_is_a_message_that_names_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--model-path", "/m", "--decode-args=--chat-template it's", "--dry-run"])
+    assert ended.value.code == 2
+    assert "--decode-args: no closing quotation" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("flag", ["--cpu", "--virtual-gpu"])
 def test_a_wheel_says_where_engines_on_cpu_can_be_had(
     flag: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
