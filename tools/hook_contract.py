@@ -31,6 +31,7 @@ _NEEDED = re.compile(r"sglang/srt/(managers|disaggregation|observability|plugins
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 _GATHERED = "sglang.srt.managers.scheduler_components.dp_attn.MLPSyncBatchInfo."
 _TIMES = "sglang.srt.observability.req_time_stats."
+_TOKENIZERS = "sglang.srt.managers.multi_tokenizer_mixin.write_data_for_multi_tokenizer"
 _ROOMS = "sglang.srt.disaggregation.common.conn.CommonKVManager.update_status"
 
 COLUMNS: dict[str, dict[str, tuple[str, ...]]] = {
@@ -46,7 +47,10 @@ COLUMNS: dict[str, dict[str, tuple[str, ...]]] = {
         _SCHEDULER + "_add_request_to_queue": ("self", "req"),
         _SCHEDULER + "abort_request": ("self", "recv_req"),
     },
-    "`sbs` in `/server_info`": {"sglang.srt.utils.common.build_server_info": ("server_args",)},
+    "`sbs` in `/server_info`": {
+        "sglang.srt.utils.common.build_server_info": ("server_args",),
+        _TOKENIZERS: ("port_args", "server_args", "scheduler_info"),
+    },
     "batch gate": {
         _SCHEDULER + "get_next_disagg_prefill_batch_to_run": ("self",),
         "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.pop_bootstrapped": ("self",),

@@ -36,6 +36,7 @@ PROCESS_RESULT = SCHEDULER + "process_batch_result"
 POP_BOOTSTRAPPED = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.pop_bootstrapped"
 GATHERED = f"{SYNC_MODULE}.{SYNC_CLASS}."
 SERVER_INFO = "sglang.srt.utils.common.build_server_info"
+TOKENIZERS = "sglang.srt.managers.multi_tokenizer_mixin.write_data_for_multi_tokenizer"
 GLOBAL_STATE = SERVER_MODULE + ".set_global_state"
 TIMES = "sglang.srt.observability.req_time_stats."
 SERVER_TIMES = TIMES + "APIServerReqTimeStats.__getstate__"
@@ -147,8 +148,14 @@ def _plugin_hooks(
         if isinstance(result, dict):
             result["sbs"] = describe(config)
 
+    def add_for_workers(*args: Any, **kwargs: Any) -> None:
+        """Add the block to the ``scheduler_info`` that the HTTP servers of
+        ``--tokenizer-worker-num`` get and show. These processes load no plugins."""
+        add_sbs_block(kwargs.get("scheduler_info", args[-1] if args else None))
+
     return [
         Hook((SERVER_INFO,), add_sbs_block, "AFTER"),
+        Hook((TOKENIZERS,), add_for_workers, "BEFORE", optional=True),
         *_rank_hooks(hook),
         Hook((NEXT_PREFILL_BATCH,), hold.before_next_batch, "BEFORE", optional=True),
         Hook((POP_BOOTSTRAPPED,), hold.around_pop_bootstrapped, "AROUND", optional=True),

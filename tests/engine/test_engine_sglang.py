@@ -54,6 +54,18 @@ def hooked() -> dict[str, object]:
         from sglang.srt.utils import common
         common.describe_kv_events_publisher = lambda args: None
         answer["sbs"] = http_server.build_server_info(Args(), {})["sbs"]
+        import pickle
+        from sglang.srt.managers import multi_tokenizer_mixin
+        class Memory:
+            def close(self):
+                pass
+        def keep(args, name):
+            answer["of_workers"] = pickle.loads(pickle.dumps(args[2]))
+            return Memory()
+        multi_tokenizer_mixin.write_to_shared_memory = keep
+        http_server.write_data_for_multi_tokenizer(None, None, {"startup_time": 1.0})
+        plain = http_server.build_server_info.__wrapped__
+        answer["sbs_of_workers"] = plain(Args(), answer["of_workers"]).get("sbs")
         """,
         **ROUTERS,
     )
@@ -73,7 +85,7 @@ def test_hook_targets_have_the_expected_parameters(hooked: dict[str, object]) ->
 
 def test_every_hook_is_applied_without_complaint(hooked: dict[str, object]) -> None:
     log = str(hooked["log"])
-    assert (log.count("Applied 1 hook(s) to"), log.count("Applied 2 hook(s) to")) == (12, 2)
+    assert (log.count("Applied 1 hook(s) to"), log.count("Applied 2 hook(s) to")) == (13, 2)
     assert "EndForward goes without" not in log
     assert "Failed to apply" not in log
 
@@ -99,6 +111,11 @@ def test_server_info_has_the_sbs_block(hooked: dict[str, object]) -> None:
         "sglang_sbs_version": __version__,
         "sgl_kernel_version": "",
     }
+
+
+def test_processes_of_several_tokenizers_have_the_sbs_block_too(hooked: dict[str, object]) -> None:
+    """They load no plugins (``--tokenizer-worker-num``), and get what the main process knows."""
+    assert hooked["sbs_of_workers"] == hooked["sbs"]
 
 
 def test_a_target_this_sglang_lacks_is_left_out_and_named() -> None:

@@ -69,6 +69,9 @@ class MLPSyncBatchInfo:
         for name in ("APIServer", "DPController", "Scheduler")
     ),
     "sglang/srt/utils/common.py": "def build_server_info(server_args, scheduler_info): ...",
+    "sglang/srt/managers/multi_tokenizer_mixin.py": """
+def write_data_for_multi_tokenizer(port_args, server_args, scheduler_info): ...
+""",
     "sglang/srt/disaggregation/common/conn.py": """
 class CommonKVManager:
     def update_status(self, bootstrap_room, status): ...
