@@ -173,11 +173,20 @@ def _in_environment() -> Iterator[_Entry]:
     former = {name: OPTIONS[flag] for name, flag in _FORMER_VARIABLES.items()}
     for name, option in (former | VARIABLES).items():
         text = os.environ.get(name, "").strip()
+        if _is_service_link(name, text):
+            continue
         if text and option.repeated:
             entries = [entry for entry in text.replace("\n", ";").split(";") if entry.strip()]
             yield _Entry(name, name, option, entries)
         elif text:
             yield _Entry(name, name, option, text)
+
+
+def _is_service_link(name: str, text: str) -> bool:
+    """Return whether Kubernetes set the variable. For each Service of its namespace a pod gets
+    ``NAME_PORT=tcp://ADDRESS:PORT``; that of a Service ``sglang-sbs`` has the name of ours."""
+    service = name.removesuffix("_PORT")
+    return service != name and "://" in text and f"{service}_SERVICE_HOST" in os.environ
 
 
 # The file -------------------------------------------------------------------------------------

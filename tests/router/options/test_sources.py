@@ -84,6 +84,21 @@ def test_flags_go_before_variables_before_the_file(
     assert parse_flags([*file, "--prefill", "http://c:1"]).prefill == (("http://c:1", None),)
 
 
+@pytest.mark.parametrize("service", ["SGLANG_SBS", "SGLANG_SBS_PROMETHEUS"])
+def test_variables_of_a_kubernetes_service_are_ignored(
+    service: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pod gets them for every Service of its namespace, ``sglang-sbs`` included."""
+    monkeypatch.setenv(f"{service}_PORT", "tcp://10.96.0.12:80")
+    monkeypatch.setenv(f"{service}_PORT_80_TCP_PORT", "80")
+    monkeypatch.setenv(f"{service}_SERVICE_HOST", "10.96.0.12")
+    monkeypatch.setenv(f"{service}_SERVICE_PORT", "80")
+    assert parse_flags((*PD, *QUIET)).port == 30000
+    monkeypatch.delenv(f"{service}_SERVICE_HOST")
+    with pytest.raises(FlagError, match=f"^{service}_PORT: 'tcp://10.96.0.12:80' is not a port"):
+        parse_flags((*PD, *QUIET))
+
+
 def test_the_file_may_be_named_by_a_variable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
