@@ -70,6 +70,7 @@ _PLANNED_FLAGS = {
     "--admin-api-key-file": _KEY_FILE.format(ADMIN_FLAG),
 }
 _DECODE_CACHE = "--disaggregation-decode-enable-radix-cache"
+_BASE_GPU = "--base-gpu-id"
 _MODEL_FLAGS = ("--model-path", "--model")
 
 
@@ -127,8 +128,15 @@ class ClusterOptions:
 
     def flags_of(self, role: Role) -> list[str]:
         """Flags passed to every engine and to those of `role`."""
+        return [*self.engine_flags, *self._own_flags(role)]
+
+    def has_own(self, role: Role, flag: str) -> bool:
+        """Whether `flag` is given to the engines of `role` only."""
+        return any(word.partition("=")[0] == flag for word in self._own_flags(role))
+
+    def _own_flags(self, role: Role) -> Sequence[str]:
         own = {Role.PREFILL: self.prefill_flags, Role.DECODE: self.decode_flags}
-        return [*self.engine_flags, *own.get(role, ())]
+        return own.get(role, ())
 
 
 @dataclass(frozen=True)
@@ -226,7 +234,12 @@ class _Planner:
         names += [(Role.UNIFIED, n) for n in range(options.unified_instances)]
         first_gpus = accumulate((self._gpus[role] for role, _ in names), initial=0)
         instances = tuple(
-            self._instance(role, f"{role}-{number}", first_gpu)
+            # A role with a --base-gpu-id of its own begins there.
+            self._instance(
+                role,
+                f"{role}-{number}",
+                number * self._gpus[role] if options.has_own(role, _BASE_GPU) else first_gpu,
+            )
             for (role, number), first_gpu in zip(names, first_gpus, strict=False)
         )
         first = self._router_block
@@ -304,11 +317,11 @@ class _Planner:
             planned += ["--disaggregation-bootstrap-port", str(ports.bootstrap)]
         if options.cpu is not None:
             planned += without_given(options.cpu.flags(role, ranks.count), given)
-        elif first_gpu or "--base-gpu-id" in given:
+        elif first_gpu or _BASE_GPU in given:
             step = int_flag(given, "--gpu-id-step")
-            base = int_flag(given, "--base-gpu-id", default=0)
-            given = without_given(given, ["--base-gpu-id"])
-            planned += ["--base-gpu-id", str(base + first_gpu * step)]
+            base = int_flag(given, _BASE_GPU, default=0)
+            given = without_given(given, [_BASE_GPU])
+            planned += [_BASE_GPU, str(base + first_gpu * step)]
         events = _kv_events_flags(host, ports.kv_events)
         return (sys.executable, "-m", "sglang.launch_server", *planned, *given, *events)
 

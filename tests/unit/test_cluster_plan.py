@@ -262,6 +262,15 @@ def test_roles_of_different_sizes_share_no_gpu() -> None:
     assert [value(other.argv, "--base-gpu-id") for other in others] == ["4", "8", "14"]
 
 
+@pytest.mark.parametrize("spelling", [("--base-gpu-id", "4"), ("--base-gpu-id=4",)])
+def test_a_role_begins_at_a_first_gpu_of_its_own(spelling: tuple[str, ...]) -> None:
+    planned = plan(decode_instances=2, engine_flags=("--tp", "2"), decode_flags=spelling)
+    prefill, first, second = (" ".join(instance.argv) for instance in planned.instances)
+    assert "--base-gpu-id" not in prefill
+    assert re.findall(r"--base-gpu-id[ =](\d+)", first) == ["4"]
+    assert re.findall(r"--base-gpu-id[ =](\d+)", second) == ["6"]
+
+
 def test_a_users_first_gpu_and_step_are_kept() -> None:
     planned = plan(engine_flags=("--tp", "2", "--base-gpu-id", "8", "--gpu-id-step", "2"))
     assert [value(instance.argv, "--base-gpu-id") for instance in planned.instances] == ["8", "12"]
