@@ -148,7 +148,7 @@ def test_prompts_of_more_than_text_are_estimated_and_have_no_names(
     ("kind", "body"),
     [
         ("completions", {"prompt": TEXT, "echo": True}),
-        ("generate", {"text": TEXT, "input_ids": [1]}),
+        ("generate", {"text": TEXT, "input_ids": [1] * 600}),
         ("chat", {"messages": [USER], "reasoning_effort": "low"}),
     ],
 )
