@@ -14,6 +14,7 @@ import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
@@ -72,10 +73,17 @@ class EventLogWriter:
 
 def _keep_earlier(path: Path) -> None:
     with suppress(OSError):  # no such file, or a directory that must not change: overwrite it
-        about = path.stat()
-        if stat.S_ISREG(about.st_mode) and about.st_size > 0:
+        if path.is_file() and not _lacks_events(path):
             real = path.resolve()
             real.replace(f"{real}.1")
+
+
+def _lacks_events(path: Path) -> bool:
+    """Return whether a file is empty, or a log of a router that failed to start. Restarts must not
+    replace the kept log by it."""
+    with suppress(ValueError):
+        return len(list(islice(read_event_log(path), 2))) < 2
+    return path.stat().st_size == 0
 
 
 def read_event_log(

@@ -8,11 +8,11 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.planned_clusters import DP_ATTENTION, plan, value
 
 from sglang_sbs.cluster.plan import (
     BOOTSTRAP_OFFSET,
@@ -24,7 +24,6 @@ from sglang_sbs.cluster.plan import (
     PORTS_PER_INSTANCE,
     RUST_SERVER_ENV,
     ClusterOptions,
-    ClusterPlan,
     InstancePlan,
     PlanError,
     Role,
@@ -34,7 +33,6 @@ from sglang_sbs.cluster.ports import claim_ports
 from tools.cpu_engine.engines import CpuEngines
 from tools.cpu_engine.virtual_gpu import VIRTUAL_GPU_ENV, VirtualGpuCost
 
-DP_ATTENTION = ("--tp", "2", "--dp", "2", "--enable-dp-attention")
 EIGHT_RANKS = [
     ("--attn-dp-size", "8"),
     ("--attn-dp-size=8",),
@@ -45,21 +43,6 @@ EIGHT_RANKS = [
     ("--dp", "2", "--enable-dp-attention", "--dwdp-size", "8"),
 ]
 """Every spelling of eight DP ranks that share one TP group."""
-
-
-def blocks() -> Iterator[int]:
-    return itertools.count(20000, PORTS_PER_INSTANCE)
-
-
-def plan(**options: Any) -> ClusterPlan:
-    defaults = {"model_path": "/models/tiny", "log_dir": Path("/logs")}
-    return plan_cluster(ClusterOptions(**{**defaults, **options}), blocks())
-
-
-def value(argv: tuple[str, ...], flag: str) -> str:
-    """The value of a flag that is there once."""
-    assert argv.count(flag) == 1, (flag, argv)
-    return argv[argv.index(flag) + 1]
 
 
 def ports(instance: InstancePlan) -> set[int]:
@@ -235,49 +218,6 @@ def test_the_old_mode_has_one_server_per_instance() -> None:
         prefill, _ = plan(engine_flags=DP_ATTENTION, environment=variable).instances
         assert prefill.server_urls == (prefill.url,)
         assert prefill.bootstrap_port != int(value(prefill.argv, "--port"))
-
-
-def test_each_instance_has_gpus_of_its_own() -> None:
-    planned = plan(prefill_instances=2, engine_flags=DP_ATTENTION)
-    first, *others = planned.instances
-    assert "--base-gpu-id" not in first.argv
-    assert [value(other.argv, "--base-gpu-id") for other in others] == ["2", "4"]
-
-
-def test_dp_without_dp_attention_multiplies_the_gpus() -> None:
-    planned = plan(engine_flags=("--tp-size=2", "--dp-size", "3", "--pp-size", "2"))
-    assert value(planned.instances[1].argv, "--base-gpu-id") == "12"
-
-
-def test_roles_of_different_sizes_share_no_gpu() -> None:
-    planned = plan(
-        prefill_instances=2,
-        decode_instances=2,
-        engine_flags=("--tp", "2"),
-        prefill_flags=("--tp", "4", "--attn-dp-size", "4"),
-        decode_flags=("--dp-size", "3"),
-    )
-    first, *others = planned.instances
-    assert "--base-gpu-id" not in first.argv
-    assert [value(other.argv, "--base-gpu-id") for other in others] == ["4", "8", "14"]
-
-
-@pytest.mark.parametrize("spelling", [("--base-gpu-id", "4"), ("--base-gpu-id=4",)])
-def test_a_role_begins_at_a_first_gpu_of_its_own(spelling: tuple[str, ...]) -> None:
-    planned = plan(decode_instances=2, engine_flags=("--tp", "2"), decode_flags=spelling)
-    prefill, first, second = (" ".join(instance.argv) for instance in planned.instances)
-    assert "--base-gpu-id" not in prefill
-    assert re.findall(r"--base-gpu-id[ =](\d+)", first) == ["4"]
-    assert re.findall(r"--base-gpu-id[ =](\d+)", second) == ["6"]
-
-
-def test_a_users_first_gpu_and_step_are_kept() -> None:
-    planned = plan(engine_flags=("--tp", "2", "--base-gpu-id", "8", "--gpu-id-step", "2"))
-    assert [value(instance.argv, "--base-gpu-id") for instance in planned.instances] == ["8", "12"]
-    planned = plan(engine_flags=("--tp", "2", "--base-gpu-id=8"))
-    second = planned.instances[1].argv
-    assert "--base-gpu-id=8" not in second
-    assert value(second, "--base-gpu-id") == "10"
 
 
 def test_role_flags_reach_only_their_role() -> None:
@@ -497,14 +437,6 @@ def test_a_prefill_instance_over_two_nodes_is_two_processes_at_two_addresses() -
     assert follower.log_path != prefill.log_path
     assert planned.router is not None
     assert "127.0.0.2" not in " ".join(planned.router.argv)
-
-
-def test_each_node_has_gpus_of_its_own() -> None:
-    flags = ("--tp", "4", "--dp", "4", "--enable-dp-attention")
-    prefill, decode = plan(prefill_nodes=2, engine_flags=flags).instances
-    assert "--base-gpu-id" not in prefill.argv
-    assert value(prefill.followers[0].argv, "--base-gpu-id") == "2"
-    assert value(decode.argv, "--base-gpu-id") == "4"
 
 
 @pytest.mark.parametrize("options", [{"prefill_nodes": 3}, {"prefill_nodes": 0}])

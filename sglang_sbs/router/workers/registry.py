@@ -451,8 +451,8 @@ class Registry:
         )
 
     @property
-    def _asks_for_free(self) -> bool:
-        """Whether a probe runs no forward pass: only such probes may follow from mere silence."""
+    def _probes_are_free(self) -> bool:
+        """Whether probes run no forward pass. Only then may they follow from mere silence."""
         return self._monitor.health_endpoint is None
 
     def _check_quiet(self, worker: Worker, now_s: float) -> None:
@@ -460,7 +460,7 @@ class Registry:
         connection. An engine with the plugin reports every second; others report only while they
         have work."""
         expected = worker.load > 0 or bool(worker.last_report_s)
-        if not self._asks_for_free or not worker.healthy or not expected:
+        if not self._probes_are_free or not worker.healthy or not expected:
             return
         last_message_s = max([worker.last_response_s, *worker.last_report_s.values()])
         if now_s - last_message_s >= self._monitor.quiet_s:
@@ -483,7 +483,7 @@ class Registry:
         silent = [r for r in ranks if now_s - last_s.get(r, -1e9) >= SILENT_AFTER_S]
         if silent:
             self.report_problem(worker, "signal", why_silent(silent))
-            if len(silent) == len(ranks) and self._asks_for_free:
+            if len(silent) == len(ranks) and self._probes_are_free:
                 self.doubted(worker)
         else:
             self._solved(worker, "signal", "EndForward arrives again")

@@ -238,10 +238,15 @@ def test_the_event_log_is_for_its_owner_only(tmp_path: Path) -> None:
 def test_a_restart_keeps_the_event_log_of_the_run_before(tmp_path: Path) -> None:
     path, link = tmp_path / "events.log", tmp_path / "link.log"
     link.symlink_to(path)
+    path.write_text("no event log")
     for policy in ("round_robin", "least_tokens"):
-        EventLogWriter(link, SchedulerConfig(policy=policy)).close()
-    for name, policy in (("events.log", "least_tokens"), ("events.log.1", "round_robin")):
-        [header] = read_event_log(tmp_path / name)
+        log = EventLogWriter(link, SchedulerConfig(policy=policy))
+        log.write(1.0, TimerFired(), [])
+        log.close()
+    for _ in range(2):  # starts that fail before the first event
+        EventLogWriter(link, SchedulerConfig(policy="eta")).close()
+    for name, policy in (("events.log", "eta"), ("events.log.1", "least_tokens")):
+        header, *_ = read_event_log(tmp_path / name)
         assert header.config is not None
         assert header.config.policy == policy
     assert link.is_symlink()
